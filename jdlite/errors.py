@@ -1,0 +1,23 @@
+"""Errors that jdlite raises for bad input: one sentence each, saying what was wrong, what was given and what to do."""
+
+from __future__ import annotations
+
+
+class JdliteError(ValueError):
+    """Base of all errors that a user's input can cause."""
+
+
+class ConfigError(JdliteError):
+    """A configuration that cannot be used."""
+
+
+class CheckpointError(JdliteError):
+    """Weights or a checkpoint folder that cannot be read or written."""
+
+
+class PromptError(JdliteError):
+    """A prompt, conversation or token list that cannot be decoded."""
+
+
+class CapacityError(JdliteError):
+    """A request that does not fit the cache or the model's context."""
