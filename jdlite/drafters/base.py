@@ -145,9 +145,18 @@ class Drafter:
 
     Subclasses set `max_nodes` (N of their proposals, anchor included) and implement `init`, `observe` and `propose` as
     pure functions of arrays: no Python branching on values, no host callback, bounded memory.
+
+    A drafter is an argument of the jitted loop. One that holds options only is registered as a pytree without leaves,
+    so equal options share a compilation; one with parameters is declared `class Mine(Drafter, static=False)` and
+    registers itself with its parameters as leaves.
     """
 
     name: str = "drafter"
+
+    def __init_subclass__(cls, static: bool = True, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if static:
+            jax.tree_util.register_pytree_node(cls, lambda drafter: ((), drafter), lambda drafter, _: drafter)
 
     @property
     def max_nodes(self) -> int:
