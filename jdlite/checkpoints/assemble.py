@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def assemble(
         name, transform = wanted[dotted]
         shape = shapes[name]
 
-        def part(index: tuple, name=name, transform=transform) -> np.ndarray:
+        def part(index: Any, name=name, transform=transform) -> np.ndarray:
             # Only a plain copy commutes with taking a part.
             plain = transform is IDENTITY
             array = tensors[name].read(index if plain else ())
@@ -114,8 +115,8 @@ def assemble(
             array = np.ascontiguousarray(array.astype(DTYPES[name_of_dtype], copy=False))
             if not all_finite(array):
                 raise CheckpointError(
-                    f"tensor {name} of {source} has values that are NaN or infinite as {name_of_dtype}; get a sound copy of "
-                    "the checkpoint, or load it in a wider dtype."
+                    f"tensor {name} of {source} has values that are NaN or infinite as {name_of_dtype}; get a sound "
+                    "copy of the checkpoint, or load it in a wider dtype."
                 )
             return array
 

@@ -158,8 +158,8 @@ def config_from_gguf(file: GGUFFile) -> DecoderConfig:
     unknown += sorted(k for k, v in _NEUTRAL.items() if k in own and file.get(f"{arch}.{k}") != v)
     if unknown:
         raise CheckpointError(
-            f"{file.path.name} has {arch} metadata that jdlite does not support: {', '.join(unknown)}; they may change the "
-            "forward, so use another file."
+            f"{file.path.name} has {arch} metadata that jdlite does not support: {', '.join(unknown)}; they may "
+            "change the forward, so use another file."
         )
     return config
 
@@ -204,8 +204,8 @@ def _llama3_from_factors(file: GGUFFile, theta: float, factors: np.ndarray, head
 
 def load_gguf(
     path: str | Path, dtype="float32", progress: Callable[[int, int], None] | None = None
-) -> tuple[Decoder, Any]:
-    """Read a GGUF file into a decoder (weights dequantised, cast to `dtype`) and its tokenizer.
+) -> tuple[Decoder, Any, dict[str, Any]]:
+    """Read a GGUF file: the decoder (weights dequantised, cast to `dtype`), its tokenizer, its generation config.
 
     Raises:
         CheckpointError: the file cannot be read or is not supported; the message names what to change.
@@ -227,7 +227,7 @@ def load_gguf(
         ignore=lambda name: name == "rope_freqs.weight",
         progress=progress,
     )
-    return model, tokenizer_from_gguf(file)
+    return model, tokenizer_from_gguf(file), generation_from_gguf(file)
 
 
 def generation_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -261,8 +261,5 @@ def convert_gguf(
     """
     from jdlite.checkpoints.huggingface import save_huggingface
 
-    file = GGUFFile(gguf_path)
-    model, tokenizer = load_gguf(gguf_path, dtype, progress)
-    return save_huggingface(
-        model, out_folder, tokenizer, generation=generation_from_gguf(file), extra_files=extra_files
-    )
+    model, tokenizer, generation = load_gguf(gguf_path, dtype, progress)
+    return save_huggingface(model, out_folder, tokenizer, generation=generation, extra_files=extra_files)

@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` to `DecoderConfig` and back, strictly: a field is used, known to be harmless, or refused."""
+"""Hugging Face `config.json` to `DecoderConfig` and back, strictly: a field is used, is harmless, or is refused."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ _ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
 
 # Fields that cannot change the forward of an inference-time decoder: names, token ids, initialisation, dropout (a
 # training-time operation), output switches of transformers, and sampling defaults of old configs.
-_INFORMATIONAL = frozenset(
-    """
-    model_type architectures torch_dtype dtype transformers_version _name_or_path name_or_path use_cache initializer_range
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id tokenizer_class
-    prefix attention_dropout is_llama_config transformers.js_config _attn_implementation_autoset _attn_implementation
-    attn_implementation output_attentions output_hidden_states return_dict use_return_dict torchscript use_bfloat16
-    chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params finetuning_task
-    tf_legacy_loss remove_invalid_values
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    """.split()
-)
+# fmt: off
+_INFORMATIONAL = frozenset({
+    "model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path",
+    "use_cache", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "sep_token_id", "cls_token_id", "decoder_start_token_id", "tokenizer_class", "prefix", "attention_dropout",
+    "is_llama_config", "transformers.js_config", "_attn_implementation_autoset", "_attn_implementation",
+    "attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "use_return_dict",
+    "torchscript", "use_bfloat16", "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
+    "task_specific_params", "finetuning_task", "tf_legacy_loss", "remove_invalid_values", "max_length",
+    "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
+    "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+    "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+})
+# fmt: on
 
 # Fields that would change the forward, at the only value that leaves it alone.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -149,7 +151,7 @@ def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
     outer = hf.get("rope_theta")
     if theta is not None and outer is not None and theta != outer:
         raise ConfigError(f"rope_theta is given twice, {theta} and {outer}; keep the one that is right in config.json.")
-    theta = 10_000.0 if theta is None and outer is None else float(outer if theta is None else theta)
+    theta = next((float(value) for value in (theta, outer) if value is not None), 10_000.0)
 
     kind = fields.pop("rope_type", None)
     legacy = fields.pop("type", None)
@@ -227,8 +229,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     if back != config:
         differing = [name for name in vars(config) if getattr(back, name) != getattr(config, name)]
         raise ConfigError(
-            f"a {config.family} config.json cannot express {', '.join(f'{n}={getattr(config, n)!r}' for n in differing)}; "
-            "choose a family that can."
+            f"a {config.family} config.json cannot express "
+            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in differing)}; choose a family that can."
         )
     return hf
 

@@ -46,8 +46,8 @@ def resolve_folder(path_or_repo: str | Path) -> Path:
     except Exception as error:  # many kinds: connection, missing repository, gated repository, offline mode
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path_or_repo} is no local folder and could not be fetched from the hub ({reason}); check the name and the "
-            "connection, or give a folder."
+            f"{path_or_repo} is no local folder and could not be fetched from the hub ({reason}); check the name and "
+            "the connection, or give a folder."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""One table of tensor names: Hugging Face, GGUF and the path in `Decoder`, with the transform between file and model."""
+"""One table of tensor names: Hugging Face, GGUF and path in `Decoder`, with the transforms between file and model."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 from jdlite.checkpoints.assemble import StoredTensor
 from jdlite.errors import CheckpointError
 
-# The format: 8 bytes of header length (little endian), a JSON header of name -> dtype, shape and data_offsets, the data.
+# The format: 8 bytes of header length (little endian), a JSON header (name to dtype, shape, data_offsets), the data.
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
@@ -39,7 +39,8 @@ def read_safetensors(path: str | Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{path} has a damaged entry for tensor {name}; get a fresh copy.") from error
         if not 0 <= begin <= end <= size:
             raise CheckpointError(
-                f"{path} is truncated: tensor {name} ends at byte {start + end} of a file of {start + size}; get a fresh copy."
+                f"{path} is truncated: tensor {name} ends at byte {start + end} of a file of {start + size}; "
+                "get a fresh copy."
             )
         if code not in _DTYPES:
             odd.append(f"{name} ({code})")
@@ -51,7 +52,8 @@ def read_safetensors(path: str | Path) -> dict[str, StoredTensor]:
         tensors[name] = StoredTensor(shape, _reader(path, _DTYPES[code], start + begin, shape))
     if odd:
         raise CheckpointError(
-            f"{path} holds tensors whose dtype is not F32, F16 or BF16: {', '.join(sorted(odd))}; use an unquantised checkpoint."
+            f"{path} holds tensors whose dtype is not F32, F16 or BF16: {', '.join(sorted(odd))}; "
+            "use an unquantised checkpoint."
         )
     return tensors
 
@@ -91,8 +93,8 @@ def write_safetensors(path: str | Path, arrays: Iterable[tuple[str, np.dtype, tu
 
     Args:
         path: the file to create.
-        arrays: `(name, dtype, shape, get)` in the order of the file; `get()` returns the values and is called once, so only
-            one tensor need be in memory.
+        arrays: `(name, dtype, shape, get)` in the order of the file; `get()` returns the values and is called once,
+            so only one tensor need be in memory.
     """
     arrays = list(arrays)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

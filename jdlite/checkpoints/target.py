@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jdlite.checkpoints.assemble import parameter_paths
-from jdlite.checkpoints.gguf import GGUFFile, generation_from_gguf, load_gguf
+from jdlite.checkpoints.gguf import load_gguf
 from jdlite.checkpoints.huggingface import load_huggingface, load_tokenizer, read_json, resolve_folder
 from jdlite.errors import CheckpointError, PromptError
 from jdlite.models.config import DecoderConfig
@@ -131,8 +131,7 @@ def load_target(
             raise CheckpointError(
                 "placement is for Hugging Face folders; convert the GGUF file with convert_gguf first."
             )
-        model, tokenizer = load_gguf(path, dtype, progress)
-        generation = generation_from_gguf(GGUFFile(path))
+        model, tokenizer, generation = load_gguf(path, dtype, progress)
         hf: dict[str, Any] = {}
     else:
         folder = resolve_folder(path_or_repo)

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -69,24 +70,31 @@ class RMSNorm(nnx.Module):
         return self.scale[...] * wide.astype(x.dtype)
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int, max_position: int) -> tuple[jax.Array, float]:
+def rope_frequencies(config: RopeConfig, head_dim: int, max_position: int) -> tuple[np.ndarray, float]:
     """Inverse frequencies `[h/2]` float32 and the factor on cos and sin, as in Hugging Face's rope utilities.
 
     Sources: Su et al. 2021 (rotary embedding), Peng et al. 2023 (YaRN, equations 17 to 25), Llama 3.1's rescaling rule.
+
+    They are constants computed on the host: at position 32,768 one unit in the last place of a frequency turns a key by
+    0.002 radians, and a device's power function may be several units off.
     """
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    inverse = 1.0 / (config.theta**exponent)
+    one = np.float32(1)
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # The steps of the reference implementation, each rounded to float32.
+    inverse = one / np.power(np.float64(config.theta), exponent).astype(np.float32)
     if config.kind == "default":
         return inverse, 1.0
+    scale = np.float32(config.factor)
     if config.kind == "linear":
-        return inverse / config.factor, 1.0
+        return inverse / scale, 1.0
     original = config.original_max_position or max_position
     if config.kind == "llama3":
-        wavelength = 2 * math.pi / inverse
-        smooth = (original / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-        smooth = jnp.clip(smooth, 0.0, 1.0)
-        return (1 - smooth) * inverse / config.factor + smooth * inverse, 1.0
+        low, high = config.low_freq_factor, config.high_freq_factor
+        smooth = np.clip((original * inverse.astype(np.float64) / (2 * math.pi) - low) / (high - low), 0, 1)
+        smooth = smooth.astype(np.float32)
+        return (one - smooth) * inverse / scale + smooth * inverse, 1.0
     if config.kind == "yarn":
+
         def dimension(rotations: float) -> float:
             return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
@@ -95,11 +103,11 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_position: int) -> tu
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         high = high + 0.001 if low == high else high
-        ramp = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+        ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1).astype(np.float32)
         factor = config.attention_factor
         if factor is None:
             factor = 1.0 if config.factor <= 1 else 0.1 * math.log(config.factor) + 1.0
-        return inverse / config.factor * ramp + inverse * (1 - ramp), factor
+        return inverse / scale * ramp + inverse * (one - ramp), factor
     raise ValueError(f"rope kind must be default, linear, llama3 or yarn: got {config.kind!r}.")
 
 
