@@ -119,18 +119,18 @@ def last_slot(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows"]:
 
 
 def copy_span(
-    tokens: Int[Array, "B S"], lengths: Int[Array, " B"], start: Int[Array, "B *Q"], count: int
-) -> tuple[Int[Array, "B *Q K"], Bool[Array, "B *Q K"]]:
+    tokens: Int[Array, "B S"], lengths: Int[Array, " B"], start: Int[Array, "B ..."], count: int
+) -> tuple[Int[Array, "B ... K"], Bool[Array, "B ... K"]]:
     """The `count` tokens from `start` on, and which of them are known.
 
     Args:
         tokens: `[B, S]`.
         lengths: `[B]`; a span is cut at the row's length.
-        start: `[B, *Q]`; a negative start means "no span", and all its entries come back invalid.
+        start: `[B, ...]`; a negative start means "no span", and all its entries come back invalid.
         count: K.
 
     Returns:
-        Tokens and validity, each `[B, *Q, K]`.
+        Tokens and validity, each `[B, ..., K]`.
     """
     B, S = tokens.shape
     slots = start[..., None] + jnp.arange(count)
@@ -163,7 +163,7 @@ def _ranked_slots(mask: Bool[Array, "B Q X W"], ends: Int[Array, "B Q X"], rank:
     A cumulative sum over all S slots is the dear part of the usual compaction; this one needs it over the blocks, and
     inside the blocks that are asked for.
     """
-    B, Q, blocks, width = mask.shape
+    blocks, width = mask.shape[2:]
     block = (ends[:, :, None, :] <= rank[..., None]).sum(axis=3, dtype=jnp.int32)
     block = jnp.minimum(block, blocks - 1)
     before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), axis=2), 0)
@@ -197,8 +197,9 @@ def rerank(
     """The candidate whose *preceding* state is closest to the query: argmax over j of `states[b, j - 1] . query[b, q]`.
 
     This is the selection step of PLD+ and of AdaPLD (arXiv 2606.05742, step 4). Only the candidates' states are read,
-    `chunk` at a time, so the cost grows with their number and not with S. Slot 0 has no preceding state and is never
-    chosen. Equal similarities go to the lowest slot. A NaN similarity is never chosen.
+    `chunk` at a time, so the cost grows with their number and not with S; from S / 8 candidates (and 512) on, reading
+    all states in one product is quicker. Slot 0 has no preceding state and is never chosen. Equal similarities go to
+    the lowest slot. A NaN similarity is never chosen.
 
     Args:
         states: unit states of the committed tokens (see `normalise`).
@@ -231,8 +232,20 @@ def rerank(
         slot = jnp.where(better, jnp.take_along_axis(slots, pick, axis=2)[..., 0], slot)
         return done + chunk, slot, jnp.where(better, value, best)
 
-    start = (jnp.zeros((), jnp.int32), jnp.zeros((B, Q), jnp.int32), jnp.full((B, Q), -jnp.inf, jnp.float32))
-    _, slot, best = jax.lax.while_loop(more, compare, start)
+    def sparse():
+        start = (jnp.zeros((), jnp.int32), jnp.zeros((B, Q), jnp.int32), jnp.full((B, Q), -jnp.inf, jnp.float32))
+        return jax.lax.while_loop(more, compare, start)[1:]
+
+    def dense():
+        similarity = jnp.einsum("bsd,bqd->bqs", states, query, preferred_element_type=jnp.float32, precision="highest")
+        before = jnp.pad(similarity, ((0, 0), (0, 0), (1, 0)))[:, :, :S]
+        before = jnp.where(candidates & (jnp.arange(S) > 0) & ~jnp.isnan(before), before, -jnp.inf)
+        best = before.max(axis=2)
+        slot = first_slot(before == best[:, :, None])
+        return jnp.where(best > -jnp.inf, slot, 0), best
+
+    limit = max(S // 8, 512)
+    slot, best = sparse() if limit >= S else jax.lax.cond(total.max() > limit, dense, sparse)
     return slot, best > -jnp.inf, best
 
 
@@ -246,6 +259,22 @@ def default_rerank_layer(num_layers: int, fraction: float = 29 / 36) -> int:
     Example: 36 layers give tap 28, and 32 layers with `fraction=9 / 32` give tap 8.
     """
     return min(max(round(fraction * num_layers) - 1, 0), num_layers - 1)
+
+
+def rerank_tap(drafter: str, layer: int | None, num_layers: int) -> int:
+    """The tap to ask for: the option where it is given, and the default for the depth otherwise.
+
+    Raises:
+        ConfigError: the option is not a layer of the target.
+    """
+    if layer is None:
+        return default_rerank_layer(num_layers)
+    if not 0 <= layer < num_layers:
+        raise ConfigError(
+            f"{drafter} got rerank_layer {layer} for a target of {num_layers} layers; "
+            f"give 0 to {num_layers - 1}, or None for the default."
+        )
+    return layer
 
 
 def record(buffer: Shaped[Array, "B S *D"], node_values: Shaped[Array, "B N *D"], observation: Observation):
