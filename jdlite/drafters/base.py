@@ -163,6 +163,11 @@ class Drafter:
         """N, nodes of a proposal, anchor included."""
         raise NotImplementedError
 
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node it may propose; by default that of a chain."""
+        return self.max_nodes - 1
+
     def needs(self, num_layers: int) -> Needs:
         """What each forward must deliver for a target of `num_layers` layers."""
         return Needs()

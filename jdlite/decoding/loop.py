@@ -1,0 +1,309 @@
+"""The jitted loop: catch the cache up with the known tokens, then rounds of draft, verify, accept, commit, observe."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jdlite.decoding import policy
+from jdlite.decoding.accept import Acceptance, rejection, sample_and_match
+from jdlite.decoding.penalties import History, node_history
+from jdlite.decoding.sampling import (
+    ACCEPT,
+    RESIDUAL,
+    any_nan,
+    draw,
+    gumbel,
+    log_probs,
+    noise_key,
+    processed_logits,
+)
+from jdlite.decoding.state import DecodeState, Progress, Request, context
+from jdlite.decoding.stats import Stats
+from jdlite.decoding.stops import Finish, cut, recent_tokens
+from jdlite.decoding.tree import Tree, order_by_gain
+from jdlite.drafters.base import Drafter, Observation, Proposal
+from jdlite.models.decoder import Decoder
+
+# Nodes for which the LM head runs at once in prefill; bounds the [rows, V] array.
+HEAD_ROWS = 256
+
+
+def _top_ids(logits: jax.Array, k: int) -> Int[Array, "B N k"]:
+    if not k:
+        return jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+    return jax.lax.top_k(logits, k)[1].astype(jnp.int32)
+
+
+def _chunked_top_ids(model: Decoder, hidden: jax.Array, k: int) -> Int[Array, "B T k"]:
+    """Most likely next tokens of T positions without a `[B, T, V]` array."""
+    B, T, D = hidden.shape
+    if not k:
+        return jnp.zeros((B, T, 0), jnp.int32)
+    piece = max(1, min(T, HEAD_ROWS // B))
+    padded = jnp.pad(hidden, ((0, 0), (0, -T % piece), (0, 0)))
+    pieces = padded.reshape(B, -1, piece, D).swapaxes(0, 1)
+    ids = jax.lax.map(lambda x: _top_ids(model.logits(x), k), pieces)
+    return ids.swapaxes(0, 1).reshape(B, -1, k)[:, :T]
+
+
+def catch_up(model: Decoder, drafter: Drafter, state: DecodeState, *, chunk: int = 128) -> DecodeState:
+    """Run the known tokens that the target has not seen, all but each row's newest (its anchor), in chunks.
+
+    Prefill of a prompt and of what a session appends are the same thing: `state.append` and then this. One compilation
+    serves any number of tokens.
+
+    Args:
+        model: the target.
+        drafter: observes every chunk.
+        state: with `cache.lengths < lengths - 1` in rows that have something to run.
+        chunk: tokens of a row per forward, static.
+
+    Returns:
+        The state with `cache.lengths == lengths - 1` (0 for an empty row).
+    """
+    C = min(chunk, state.capacity)
+    B = state.lengths.shape[0]
+    needs = drafter.needs(model.config.num_layers)
+    steps = jnp.arange(C, dtype=jnp.int32)
+    path = jnp.broadcast_to(steps, (B, C))
+    mask = jnp.broadcast_to(steps[:, None] >= steps, (B, C, C))
+    goal = jnp.maximum(state.lengths - 1, 0)
+
+    def behind(state: DecodeState):
+        return jnp.any(state.cache.lengths < goal)
+
+    def advance(state: DecodeState) -> DecodeState:
+        start = state.cache.lengths
+        count = jnp.clip(goal - start, 0, C)
+        take = lambda slots: jnp.take_along_axis(state.tokens, jnp.minimum(slots, state.capacity - 1), axis=1)  # noqa: E731
+        slots = start[:, None] + steps
+        tokens = take(slots)
+        with jax.named_scope("prefill"):
+            out = model(tokens, slots, mask, state.cache, needs.taps)
+        cache = state.cache.append(out.k, out.v, count)
+        seen = Observation(
+            tokens=tokens,
+            valid=steps < count[:, None],
+            path=path,
+            start=start,
+            count=count,
+            taps=out.taps,
+            top_ids=_chunked_top_ids(model, out.hidden, needs.top_k),
+            next_tokens=take(slots + 1),
+        )
+        lengths = jnp.where(count > 0, start + count + 1, jnp.minimum(start + 1, state.lengths))
+        memory = drafter.observe(state.memory, context(model, state, lengths, None, lengths), seen)
+        return dataclasses.replace(state, cache=cache, memory=memory)
+
+    return jax.lax.while_loop(behind, advance, state)
+
+
+def start(
+    model: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    request: Request,
+    max_new_tokens: Int[Array, " B"],
+    *,
+    log_rounds: int = 0,
+) -> Progress:
+    """Begin a decode call on a state that has caught up.
+
+    Args:
+        max_new_tokens: budget of each row; 0 finishes it at once.
+        log_rounds: how many rounds per row to record in `Stats.log`, static.
+    """
+    B = state.lengths.shape[0]
+    counts = policy.variants(drafter.max_nodes)
+    finish = jnp.where(state.lengths >= state.capacity, int(Finish.CAPACITY), int(Finish.RUNNING))
+    finish = jnp.where(max_new_tokens <= 0, int(Finish.LENGTH), finish).astype(jnp.int32)
+    history = None
+    if request.sampling.penalises:
+        history = History.from_prompt(state.tokens, state.lengths, model.config.vocab_size)
+    stats = Stats.zeros(B, drafter.max_depth + 1, len(counts), log_rounds)
+    return Progress(finish, max_new_tokens.astype(jnp.int32), state.lengths, history, stats)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Verified:
+    """What the verify forward of any number of nodes gives back, padded to the drafter's N."""
+
+    acceptance: Acceptance
+    broken: jax.Array  # [B, N] bool, nodes whose logits are not numbers
+    taps: tuple[jax.Array, ...]
+    top_ids: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+def _verify(
+    n: int,
+    model: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    request: Request,
+    progress: Progress,
+    proposal: Proposal,
+    tree: Tree,
+) -> _Verified:
+    """Run the first n nodes through the target and accept."""
+    N, P = drafter.max_nodes, drafter.max_depth + 1
+    needs = drafter.needs(model.config.num_layers)
+    sampling = request.sampling
+    tree, tokens = tree.first(n), proposal.tokens[:, :n]
+    with jax.named_scope(f"verify_{n}"):
+        positions = (state.lengths - 1)[:, None] + tree.depth
+        out = model(tokens, positions, tree.ancestors, state.cache, needs.taps)
+        logits = model.logits(out.hidden)
+    history = progress.history
+    if history is not None:
+        history = node_history(history, tokens, tree.ancestors)
+    generated = (state.lengths - progress.prompt_lengths)[:, None] + tree.depth
+    processed = processed_logits(logits, sampling, history=history, generated=generated)
+    if proposal.log_q is None:
+        drawn = draw(processed, request.keys, positions + 1, sampling)
+        acceptance = sample_and_match(tree, tokens, drawn, P)
+    else:
+        keys = request.keys
+        each = lambda f: jax.vmap(jax.vmap(f, (None, 0)))(keys, positions)  # noqa: E731
+        # Node i is decided on with the noise of its own position, and draws the token of the next.
+        uniforms = each(lambda key, at: jax.random.uniform(noise_key(key, at, ACCEPT)))
+        noise = each(lambda key, at: gumbel(noise_key(key, at + 1, RESIDUAL), processed.shape[-1]))
+        acceptance = rejection(
+            tree, tokens, log_probs(processed, sampling), proposal.log_q[:, :n], uniforms, noise, P
+        )
+    pad = lambda x, axis: jnp.pad(x, [(0, N - n if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
+    return _Verified(
+        acceptance=dataclasses.replace(acceptance, on_path=pad(acceptance.on_path, 1)),
+        broken=pad(any_nan(logits), 1),
+        taps=tuple(pad(t, 1) for t in out.taps),
+        top_ids=pad(_top_ids(logits, needs.top_k), 1),
+        k=pad(out.k, 3),
+        v=pad(out.v, 3),
+    )
+
+
+def _along_path(new: jax.Array, path: Int[Array, "B P"]) -> jax.Array:
+    """`[L, B, G, N, h]` and nodes of each row to `[L, B, G, P, h]`."""
+    return jax.vmap(lambda rows, nodes: jnp.take(rows, nodes, axis=2), in_axes=(1, 0), out_axes=1)(new, path)
+
+
+def decode_round(
+    model: Decoder, drafter: Drafter, state: DecodeState, request: Request, progress: Progress
+) -> tuple[DecodeState, Progress]:
+    """One round: draft, verify, accept, commit, observe. Every running row emits at least one token."""
+    counts = policy.variants(drafter.max_nodes)
+    active = progress.finish == Finish.RUNNING
+    room = state.capacity - state.lengths
+    with jax.named_scope("draft"):
+        here = context(model, state, state.lengths, request, progress.prompt_lengths)
+        proposal = drafter.propose(state.memory, here)
+        tree = Tree.from_parents(proposal.parents, proposal.valid)
+        # Node at depth d is of use only if d + 1 tokens may still be emitted.
+        useful = tree.depth < jnp.minimum(progress.budget, room)[:, None]
+        proposal = dataclasses.replace(proposal, valid=tree.valid & useful & active[:, None])
+        proposal = dataclasses.replace(proposal, valid=proposal.valid.at[:, 0].set(True))
+        tree = dataclasses.replace(tree, valid=proposal.valid)
+
+        cell = policy.cells(policy.conditional(proposal.gain, tree), proposal.source)
+        gain = policy.calibrate(policy.conditional(proposal.gain, tree), cell, state.reliability, tree)
+        proposal = dataclasses.replace(proposal, gain=gain)
+        if proposal.log_q is None:
+            proposal, cell = order_by_gain(proposal, cell)
+            tree = Tree.from_parents(proposal.parents, proposal.valid)
+        cost = request.costs.at(jnp.max(state.lengths).astype(jnp.float32))
+        choice = policy.choose(jnp.where(tree.valid, proposal.gain, 0.0), active, cost, counts)
+
+    branches = [
+        partial(_verify, n, model, drafter, state, request, progress, proposal, tree) for n in counts
+    ]
+    out: _Verified = branches[0]() if len(branches) == 1 else jax.lax.switch(choice, branches)
+
+    with jax.named_scope("commit"):
+        taken = out.acceptance
+        P = taken.path.shape[1]
+        # Nothing after a node whose logits are not numbers can be trusted.
+        broken = jnp.take_along_axis(out.broken, taken.path, axis=1) & (jnp.arange(P) <= taken.accepted[:, None])
+        sound = jnp.where(jnp.any(broken, axis=1), jnp.argmax(broken, axis=1), taken.accepted + 1).astype(jnp.int32)
+        offered = jnp.where(active, sound, 0)
+        recent = recent_tokens(state.tokens, state.lengths, progress.prompt_lengths, request.stops.history)
+        kept, reason = cut(taken.emitted, offered, recent, request.stops, progress.budget, room)
+        failed = active & jnp.any(broken, axis=1) & (reason == Finish.RUNNING)
+        reason = jnp.where(failed, int(Finish.ERROR), reason)
+
+        old_lengths = state.lengths
+        cache = state.cache.append(_along_path(out.k, taken.path), _along_path(out.v, taken.path), kept)
+        new = dataclasses.replace(state, cache=cache).append(taken.emitted, kept)
+
+    with jax.named_scope("observe"):
+        n_used = jnp.asarray(counts)[choice] if len(counts) > 1 else counts[0]
+        verified = tree.valid & (jnp.arange(drafter.max_nodes) < n_used)
+        seen = Observation(
+            tokens=proposal.tokens,
+            valid=verified & active[:, None],
+            path=taken.path,
+            start=old_lengths - 1,
+            count=kept,
+            taps=out.taps,
+            top_ids=out.top_ids,
+            next_tokens=taken.emitted,
+        )
+        after = context(model, new, new.lengths, request, progress.prompt_lengths)
+        memory = drafter.observe(state.memory, after, seen)
+        parent_on_path = jnp.take_along_axis(taken.on_path, tree.parents, axis=1)
+        tried = verified & parent_on_path & (jnp.arange(drafter.max_nodes) > 0)
+        reliability = state.reliability.update(cell, tried, taken.on_path, active)
+        stats = progress.stats.update(
+            active=active,
+            verified=verified,
+            path=taken.path,
+            source=proposal.source,
+            accepted=taken.accepted,
+            kept=kept,
+            variant=choice,
+        )
+    history = None if progress.history is None else progress.history.update(taken.emitted, kept)
+    state = dataclasses.replace(new, memory=memory, reliability=reliability)
+    finish = jnp.where(active, reason, progress.finish)
+    return state, Progress(finish, progress.budget - kept, progress.prompt_lengths, history, stats)
+
+
+def decode_rounds(
+    model: Decoder,
+    drafter: Drafter,
+    state: DecodeState,
+    request: Request,
+    progress: Progress,
+    max_rounds: int | Int[Array, ""] = 2**31 - 1,
+) -> tuple[DecodeState, Progress]:
+    """Run rounds until every row has finished, or `max_rounds` of them (streaming): a pure function to call inside jit.
+
+    Args:
+        model: the target.
+        drafter: as in `init_state`.
+        state: has caught up; give it up (donate it) when you jit.
+        request: how to decode.
+        progress: from `start`, or from an earlier call that stopped early.
+        max_rounds: may be traced.
+
+    Returns:
+        `(state, progress)`. Row b's new tokens are `state.tokens[b, progress.prompt_lengths[b] : state.lengths[b]]`.
+    """
+
+    def running(carry):
+        done, _, progress = carry
+        return (done < max_rounds) & jnp.any(progress.finish == Finish.RUNNING)
+
+    def step(carry):
+        done, state, progress = carry
+        state, progress = decode_round(model, drafter, state, request, progress)
+        return done + 1, state, progress
+
+    _, state, progress = jax.lax.while_loop(running, step, (jnp.zeros((), jnp.int32), state, progress))
+    return state, progress

@@ -1,0 +1,124 @@
+"""How many drafted nodes are worth verifying: expected tokens per unit of time, from measured costs and kept scores.
+
+Pure functions of small arrays. Drafters state a prior probability for each node; `Reliability` learns, per row and while
+decoding, how often nodes of that prior and source really are accepted; `choose` weighs the expected tokens of each compiled
+number of nodes against its cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jdlite.decoding.tree import Tree
+from jdlite.drafters.base import SOURCES
+
+BINS = 10
+# A prior counts as this many observed trials.
+PRIOR_STRENGTH = 4.0
+# What is remembered of earlier rounds after one more; old evidence fades, so nodes that once failed are tried again.
+MEMORY = 0.98
+NODE_COUNTS = (1, 4, 8, 16, 40)
+
+
+def variants(max_nodes: int) -> tuple[int, ...]:
+    """Numbers of nodes that are compiled for a drafter of `max_nodes`: 39 gives `(1, 4, 8, 16, 39)`."""
+    return (*(n for n in NODE_COUNTS if n < max_nodes), max_nodes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Time of a verify forward as a straight line in the committed length, for each compiled number of nodes.
+
+    Attributes:
+        fixed: `[n]` float32, cost at length 0, relative to a plain step at length 0.
+        per_token: `[n]` float32, added cost per committed token.
+    """
+
+    fixed: Float[Array, " n"]
+    per_token: Float[Array, " n"]
+
+    @classmethod
+    def free(cls, counts: tuple[int, ...]) -> Costs:
+        """Every forward costs the same: verify all nodes that may be accepted (largest tau)."""
+        return cls(jnp.ones(len(counts), jnp.float32), jnp.zeros(len(counts), jnp.float32))
+
+    @classmethod
+    def typical(cls, counts: tuple[int, ...]) -> Costs:
+        """A guess for a machine that was not measured: a node more costs 6% of a plain step."""
+        fixed = jnp.asarray([1 + 0.06 * (n - 1) for n in counts], jnp.float32)
+        return cls(fixed, jnp.zeros(len(counts), jnp.float32))
+
+    def at(self, length: jax.Array) -> Float[Array, " n"]:
+        """Cost of each number of nodes when the longest row has `length` committed tokens."""
+        return self.fixed + self.per_token * length
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reliability:
+    """How often verified nodes were accepted, by source and by the decile of the drafter's own prior.
+
+    Attributes:
+        hits: `[B, sources * BINS]` float32, fading count of accepted nodes.
+        trials: `[B, sources * BINS]` float32, fading count of verified nodes whose parent was accepted.
+    """
+
+    hits: Float[Array, "B C"]
+    trials: Float[Array, "B C"]
+
+    @classmethod
+    def zeros(cls, batch: int) -> Reliability:
+        shape = (batch, len(SOURCES) * BINS)
+        return cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
+
+    def update(
+        self, cell: Int[Array, "B N"], tried: Bool[Array, "B N"], hit: Bool[Array, "B N"], active: Bool[Array, " B"]
+    ) -> Reliability:
+        """Count one round; rows that are not active keep their scores."""
+        cells = jax.nn.one_hot(cell, self.hits.shape[1], dtype=jnp.float32)
+        fade = jnp.where(active, MEMORY, 1.0)[:, None]
+        tried = tried & active[:, None]
+        count = lambda mask: jnp.einsum("bn,bnc->bc", mask.astype(jnp.float32), cells)  # noqa: E731
+        return Reliability(self.hits * fade + count(tried & hit), self.trials * fade + count(tried))
+
+
+def conditional(gain: Float[Array, "B N"], tree: Tree) -> Float[Array, "B N"]:
+    """Probability of each node given that its parent is accepted; 1 for the anchor. NaN counts as 0."""
+    gain = jnp.clip(jnp.nan_to_num(gain, nan=0.0), 0.0, 1.0).at[:, 0].set(1.0)
+    parent = jnp.take_along_axis(gain, tree.parents, axis=1)
+    return jnp.clip(gain / jnp.maximum(parent, 1e-6), 0.0, 1.0).at[:, 0].set(1.0)
+
+
+def cells(prior: Float[Array, "B N"], source: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """Index of each node's score: its source and the decile of its conditional prior."""
+    return source * BINS + jnp.clip((prior * BINS).astype(jnp.int32), 0, BINS - 1)
+
+
+def calibrate(
+    prior: Float[Array, "B N"], cell: Int[Array, "B N"], reliability: Reliability, tree: Tree
+) -> Float[Array, "B N"]:
+    """Path probability of each node, with priors corrected by what was seen: `[B, N]`, 0 for invalid nodes."""
+    hits = jnp.take_along_axis(reliability.hits, cell, axis=1)
+    trials = jnp.take_along_axis(reliability.trials, cell, axis=1)
+    each = ((PRIOR_STRENGTH * prior + hits) / (PRIOR_STRENGTH + trials)).at[:, 0].set(1.0)
+    log_each = jnp.log(jnp.maximum(each, 1e-12))
+    path = jnp.einsum("bij,bj->bi", tree.ancestors.astype(jnp.float32), log_each)
+    return jnp.where(tree.valid, jnp.exp(path), 0.0)
+
+
+def choose(
+    gain: Float[Array, "B N"], active: Bool[Array, " B"], cost: Float[Array, " n"], counts: tuple[int, ...]
+) -> Int[Array, ""]:
+    """Index into `counts` of the number of nodes with the most expected tokens per cost, for the batch as a whole.
+
+    Gains must stand in falling order in each row, the anchor's 1 first: verifying n nodes then yields the sum of the first
+    n in expectation. The smaller number wins a tie, so a batch without drafts takes a plain step.
+    """
+    expected = jnp.cumsum(jnp.where(active[:, None], gain, 0.0).sum(axis=0))
+    at = jnp.asarray([n - 1 for n in counts])
+    return jnp.argmax(expected[at] / cost).astype(jnp.int32)
