@@ -1,7 +1,7 @@
 """Token Recycling: a table of the last-seen likely successors of every token id, unrolled into a fixed tree.
 
-Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", ACL 2025
-(arXiv 2408.08696).
+Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", ACL
+2025 (arXiv 2408.08696).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class TokenRecycling(Drafter):
         """
         if self.top_k > vocab_size:
             raise ConfigError(
-                f"TokenRecycling got top_k {self.top_k} for a vocabulary of {vocab_size} ids; give at most {vocab_size}."
+                f"TokenRecycling got top_k {self.top_k} for a vocabulary of {vocab_size} ids; give at most that."
             )
         return TokenRecyclingMemory(
             jnp.zeros((batch, vocab_size, self.top_k), jnp.int32), jnp.zeros((batch, vocab_size), bool)

@@ -66,7 +66,7 @@ def test_template_shape():
 
 
 def observation(tokens, valid, top_ids, count):
-    B, N = tokens.shape
+    B = tokens.shape[0]
     zeros = jnp.zeros(B, jnp.int32)
     return Observation(
         tokens=jnp.asarray(tokens, jnp.int32),
