@@ -116,10 +116,11 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config, dtype, rngs)
         self.layers = nnx.List([Block(config, dtype, rngs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.lm_head = None
-        if not config.tie_embeddings:
-            D, V = config.hidden_size, config.vocab_size
-            self.lm_head = Linear(D, V, bias=False, axes=("vocab", "embed"), dtype=dtype, rngs=rngs)
+        D, V = config.hidden_size, config.vocab_size
+        # Assigned once: NNX fixes at the first assignment whether an attribute holds parameters.
+        self.lm_head = (
+            None if config.tie_embeddings else Linear(D, V, bias=False, axes=("vocab", "embed"), dtype=dtype, rngs=rngs)
+        )
 
     @property
     def dtype(self):
