@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -159,7 +159,7 @@ class SamplingArrays:
         stop_ids: `[B, E]` int32, padded with -1.
         banned: `[B, V]` bool, or None when no row bans anything.
         stochastic: some row has a temperature above 0.
-        truncates: some row uses top-k, top-p or min-p.
+        uses_top_k, uses_top_p, uses_min_p: some row with a temperature above 0 uses that truncation.
         penalises: some row uses one of the three penalties, so a `History` is needed.
         min_new: some row has a minimum of new tokens and stop ids.
     """
@@ -175,7 +175,9 @@ class SamplingArrays:
     stop_ids: Int[Array, "B E"]
     banned: Bool[Array, "B V"] | None
     stochastic: bool = dataclasses.field(metadata={"static": True})
-    truncates: bool = dataclasses.field(metadata={"static": True})
+    uses_top_k: bool = dataclasses.field(metadata={"static": True})
+    uses_top_p: bool = dataclasses.field(metadata={"static": True})
+    uses_min_p: bool = dataclasses.field(metadata={"static": True})
     penalises: bool = dataclasses.field(metadata={"static": True})
     min_new: bool = dataclasses.field(metadata={"static": True})
 
@@ -183,6 +185,11 @@ class SamplingArrays:
     def bans(self) -> bool:
         """Whether some row bans tokens."""
         return self.banned is not None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some row uses top-k, top-p or min-p."""
+        return self.uses_top_k or self.uses_top_p or self.uses_min_p
 
 
 def stack(rows: Sampling | Sequence[Sampling], batch: int, vocab_size: int, stop_ids: Any = None) -> SamplingArrays:
@@ -215,7 +222,6 @@ def stack(rows: Sampling | Sequence[Sampling], batch: int, vocab_size: int, stop
     warm = [row.temperature > 0 for row in rows]
     floats = lambda values: jnp.asarray(np.array(values, np.float32))  # noqa: E731
     ints = lambda values: jnp.asarray(np.array(values, np.int32))  # noqa: E731
-    truncating = [w and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0) for r, w in zip(rows, warm, strict=True)]
     penalising = [(r.repetition_penalty, r.presence_penalty, r.frequency_penalty) != (1, 0, 0) for r in rows]
     waiting = [r.min_new_tokens > 0 and bool((s >= 0).any()) for r, s in zip(rows, stops, strict=True)]
     return SamplingArrays(
@@ -230,7 +236,9 @@ def stack(rows: Sampling | Sequence[Sampling], batch: int, vocab_size: int, stop
         stop_ids=ints(stops),
         banned=jnp.asarray(banned) if banned.any() else None,
         stochastic=any(warm),
-        truncates=any(truncating),
+        uses_top_k=any(w and r.top_k > 0 for r, w in zip(rows, warm, strict=True)),
+        uses_top_p=any(w and r.top_p < 1 for r, w in zip(rows, warm, strict=True)),
+        uses_min_p=any(w and r.min_p > 0 for r, w in zip(rows, warm, strict=True)),
         penalises=any(penalising),
         min_new=any(waiting),
     )
@@ -282,26 +290,51 @@ def _column(values: Shaped[Array, " B"]) -> Shaped[Array, "B 1 1"]:
 
 
 def _truncated(x: Float[Array, "B N V"], sampling: SamplingArrays) -> Float[Array, "B N V"]:
-    """Top-k, top-p and min-p, from one sort. Among equal logits top-p drops the lowest id first, as in transformers."""
-    V = x.shape[-1]
-    ordered = jnp.sort(x, axis=-1)
-    at = lambda index: jnp.take_along_axis(ordered, index, axis=-1)  # noqa: E731
+    """Top-k, then top-p, then min-p.
 
-    kth = at(_column(V - jnp.where(sampling.top_k > 0, sampling.top_k, V)))
-    x, ordered = (jnp.where(v < kth, -jnp.inf, v) for v in (x, ordered))
+    Borders are found by bisection instead of by a sort, which costs many times more on a CPU. Where several tokens tie
+    at the border of top-p, as many are kept as in transformers, lowest ids first (there the sort decides which).
+    """
+    if sampling.uses_top_k:
+        k = _column(jnp.where(sampling.top_k > 0, sampling.top_k, x.shape[-1]))
+        kth = _largest(lambda t: (x >= t).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x)
+        x = jnp.where(x < kth, -jnp.inf, x)
+    if sampling.uses_top_p:
+        p = jax.nn.softmax(x, axis=-1)
+        below = lambda t: jnp.where(x < t, p, 0).sum(axis=-1, keepdims=True)  # noqa: E731
+        tail = _column(sampling.tail)
+        border = jnp.minimum(_largest(lambda t: below(t) <= tail, x), x.max(axis=-1, keepdims=True))
+        equal = x == border
+        share = jnp.where(equal, p, 0).max(axis=-1, keepdims=True)
+        ties = equal.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+        removed = jnp.floor((tail - below(border)) / jnp.maximum(share, jnp.finfo(p.dtype).tiny)).astype(jnp.int32)
+        kept = jnp.maximum(ties - jnp.maximum(removed, 0), 1)
+        dropped = (x < border) | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) > kept))
+        x = jnp.where(dropped & (tail > 0), -jnp.inf, x)
+    if sampling.uses_min_p:
+        p = jax.nn.softmax(x, axis=-1)
+        x = jnp.where(p < _column(sampling.min_p) * p.max(axis=-1, keepdims=True), -jnp.inf, x)
+    return x
 
-    cumulative = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-    tail = _column(sampling.tail)
-    removed = ((cumulative <= tail) & (tail > 0)).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    removed = jnp.minimum(removed, V - 1)
-    border = at(removed)  # lowest logit that is kept; `ties` of its equals go too
-    ties = removed - (ordered < border).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    equal = x == border
-    x = jnp.where((x < border) | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= ties)), -jnp.inf, x)
 
-    probabilities = jax.nn.softmax(x, axis=-1)
-    least = _column(sampling.min_p) * probabilities.max(axis=-1, keepdims=True)
-    return jnp.where(probabilities < least, -jnp.inf, x)
+def _largest(holds: Callable[[jax.Array], jax.Array], x: Float[Array, "B N V"]) -> Float[Array, "B N 1"]:
+    """The largest number t for which `holds(t)`, for each row; `holds` must be true up to some t and false above.
+
+    Bit by bit, over the floats in the order of their values: 32 steps find the border between two adjacent floats.
+    """
+    lowest, highest = (int(np.float32(v).view(np.int32)) for v in (-np.inf, np.inf))
+
+    def value(rank):
+        """The float of a rank in 0 ... 2**32 - 1; ranks of NaN patterns become the infinity next to them."""
+        order = jax.lax.bitcast_convert_type(rank ^ jnp.uint32(1 << 31), jnp.int32)
+        order = jnp.clip(order, lowest ^ 0x7FFFFFFF, highest)
+        return jax.lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)
+
+    def step(i, rank):
+        candidate = rank | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(holds(value(candidate)), candidate, rank)
+
+    return value(jax.lax.fori_loop(0, 32, step, jnp.zeros((*x.shape[:-1], 1), jnp.uint32)))
 
 
 def noise_key(key: Any, position: Any, stream: int | None = None) -> Any:
@@ -333,7 +366,8 @@ def draw(
     """Draw one token per node: the most likely one at temperature 0, otherwise by the Gumbel-max rule.
 
     The noise depends on the row's key and the token's position only, so a token comes out the same whether it is drawn
-    in plain decoding or at any node of a tree, alone or in a batch. Nodes of one depth share their noise, which is
+    in plain decoding or at any node of a tree, alone or in a batch. (Keys must be threefry: `rbg` keys draw other bits
+    under vmap.) Nodes of one depth share their noise, which is
     harmless as only one of them is visited. A token with -inf is never drawn, because the noise is finite.
 
     Args:
@@ -341,8 +375,16 @@ def draw(
         keys: `[B]` typed threefry keys, one per row.
         positions: absolute position of the token that is drawn.
         sampling: of each row.
+
+    Raises:
+        ConfigError: keys of another kind, if any row is sampled.
     """
     if sampling.stochastic:
+        if str(jax.random.key_impl(keys)) != "threefry2x32":
+            raise ConfigError(
+                f"the keys are {jax.random.key_impl(keys)} keys, whose numbers depend on the batch; "
+                "make them with jax.random.key(seed, impl='threefry2x32')."
+            )
         keys_of_nodes = jax.vmap(jax.vmap(noise_key, (None, 0)))(keys, positions)
         noise = jax.vmap(jax.vmap(lambda key: gumbel(key, processed.shape[-1])))(keys_of_nodes)
         processed = processed + jnp.where(_column(sampling.temperature) > 0, noise, 0.0)
