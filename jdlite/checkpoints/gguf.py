@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,16 +245,19 @@ def convert_gguf(
     out_folder: str | Path,
     dtype="float32",
     progress: Callable[[int, int], None] | None = None,
-    extra_files: Mapping[str, str] | None = None,
+    *,
+    finish: Callable[[Path], None] | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a GGUF model as a Hugging Face folder, atomically.
 
     Args:
         gguf_path: the GGUF file.
-        out_folder: the folder to create; it must not exist yet.
+        out_folder: the folder to create.
         dtype: of the written weights.
         progress: called with (tensors done, tensors in all) while reading.
-        extra_files: more text files to put into the folder, by name.
+        finish: called with the complete temporary folder before it gets its name, to add files.
+        overwrite: replace an existing folder.
 
     Raises:
         CheckpointError: the file cannot be read, or the folder cannot be written.
@@ -262,4 +265,4 @@ def convert_gguf(
     from jdlite.checkpoints.huggingface import save_huggingface
 
     model, tokenizer, generation = load_gguf(gguf_path, dtype, progress)
-    return save_huggingface(model, out_folder, tokenizer, generation=generation, extra_files=extra_files)
+    return save_huggingface(model, out_folder, tokenizer, generation=generation, finish=finish, overwrite=overwrite)

@@ -172,7 +172,7 @@ def save_huggingface(
     generation: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
-    extra_files: Mapping[str, str] | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a decoder as a Hugging Face folder, atomically; transformers' `AutoModelForCausalLM` loads it.
 
@@ -183,7 +183,7 @@ def save_huggingface(
         generation: contents of `generation_config.json` (token ids, sampling defaults).
         max_shard_bytes: a new safetensors file starts where this would be passed.
         overwrite: replace an existing folder.
-        extra_files: more text files to put into the folder, by name.
+        finish: called with the complete temporary folder before it gets its name, to add files.
 
     Returns:
         The folder.
@@ -218,8 +218,8 @@ def save_huggingface(
             _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        for name, text in (extra_files or {}).items():
-            (folder / name).write_text(text, encoding="utf-8")
+        if finish is not None:
+            finish(folder)
     return path
 
 
