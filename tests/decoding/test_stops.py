@@ -120,9 +120,14 @@ def test_recent_tokens(prompt, generated, count):
         ([[1]], None, "stop_ids has 1 rows for a batch of 2"),
         (None, [[[1], []], []], "row 0 is empty"),
         ([[1], [-1]], None, "row 1 has the stop token -1"),
-        (None, [[["a"]], []], "row 0 has the stop token 'a'"),
     ],
 )
 def test_bad_input(ids, sequences, words):
     with pytest.raises(ConfigError, match=words):
         make_stops(ids, sequences, 2)
+
+
+def test_stop_text_instead_of_ids():
+    """One clear sentence, unless a type checker is on and refuses first."""
+    with pytest.raises((ConfigError, TypeError), match=r"row 0 has the stop token 'a'|[Tt]ype-check"):
+        make_stops(None, [[["a"]]], 1)
