@@ -119,7 +119,7 @@ def start(
         log_rounds: how many rounds per row to record in `Stats.log`, static.
     """
     B = state.lengths.shape[0]
-    counts = policy.variants(drafter.max_nodes)
+    counts = request.costs.counts
     finish = jnp.where(state.lengths >= state.capacity, int(Finish.CAPACITY), int(Finish.RUNNING))
     finish = jnp.where(max_new_tokens <= 0, int(Finish.LENGTH), finish).astype(jnp.int32)
     history = None
@@ -198,13 +198,21 @@ def decode_round(
     model: Decoder, drafter: Drafter, state: DecodeState, request: Request, progress: Progress
 ) -> tuple[DecodeState, Progress]:
     """One round: draft, verify, accept, commit, observe. Every running row emits at least one token."""
-    counts = policy.variants(drafter.max_nodes)
+    counts = request.costs.counts
     active = progress.finish == Finish.RUNNING
     room = state.capacity - state.lengths
     with jax.named_scope("draft"):
         here = context(model, state, state.lengths, request, progress.prompt_lengths)
         proposal = drafter.propose(state.memory, here)
         tree = Tree.from_parents(proposal.parents, proposal.valid)
+        extra_forwards = 0
+        if drafter.lookahead:
+            positions = (state.lengths - 1)[:, None] + tree.depth
+            out = model(proposal.tokens, positions, tree.ancestors, state.cache)
+            next_ids = jnp.argmax(model.logits(out.hidden), axis=-1).astype(jnp.int32)
+            proposal = drafter.extend(state.memory, here, proposal, next_ids)
+            tree = Tree.from_parents(proposal.parents, proposal.valid)
+            extra_forwards = 1
         # Node at depth d is of use only if d + 1 tokens may still be emitted.
         useful = tree.depth < jnp.minimum(progress.budget, room)[:, None]
         proposal = dataclasses.replace(proposal, valid=tree.valid & useful & active[:, None])
@@ -267,6 +275,7 @@ def decode_round(
             accepted=taken.accepted,
             kept=kept,
             variant=choice,
+            forwards=1 + extra_forwards,
         )
     history = None if progress.history is None else progress.history.update(taken.emitted, kept)
     state = dataclasses.replace(new, memory=memory, reliability=reliability)

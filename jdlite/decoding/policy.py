@@ -16,7 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jdlite.decoding.tree import Tree
 from jdlite.drafters.base import SOURCES
 
-BINS = 10
+# Upper edges of the classes that priors are sorted into; finer where branches of low probability differ.
+EDGES = (0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+BINS = len(EDGES) + 1
 # A prior counts as this many observed trials.
 PRIOR_STRENGTH = 4.0
 # What is remembered of earlier rounds after one more; old evidence fades, so nodes that once failed are tried again.
@@ -37,21 +39,23 @@ class Costs:
     Attributes:
         fixed: `[n]` float32, cost at length 0, relative to a plain step at length 0.
         per_token: `[n]` float32, added cost per committed token.
+        counts: numbers of nodes that are compiled, static; the last must be the drafter's `max_nodes`.
     """
 
     fixed: Float[Array, " n"]
     per_token: Float[Array, " n"]
+    counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def free(cls, counts: tuple[int, ...]) -> Costs:
         """Every forward costs the same: verify all nodes that may be accepted (largest tau)."""
-        return cls(jnp.ones(len(counts), jnp.float32), jnp.zeros(len(counts), jnp.float32))
+        return cls(jnp.ones(len(counts), jnp.float32), jnp.zeros(len(counts), jnp.float32), counts)
 
     @classmethod
     def typical(cls, counts: tuple[int, ...]) -> Costs:
         """A guess for a machine that was not measured: a node more costs 6% of a plain step."""
         fixed = jnp.asarray([1 + 0.06 * (n - 1) for n in counts], jnp.float32)
-        return cls(fixed, jnp.zeros(len(counts), jnp.float32))
+        return cls(fixed, jnp.zeros(len(counts), jnp.float32), counts)
 
     def at(self, length: jax.Array) -> Float[Array, " n"]:
         """Cost of each number of nodes when the longest row has `length` committed tokens."""
@@ -61,7 +65,7 @@ class Costs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reliability:
-    """How often verified nodes were accepted, by source and by the decile of the drafter's own prior.
+    """How often verified nodes were accepted, by source and by class of the drafter's own prior.
 
     Attributes:
         hits: `[B, sources * BINS]` float32, fading count of accepted nodes.
@@ -95,8 +99,8 @@ def conditional(gain: Float[Array, "B N"], tree: Tree) -> Float[Array, "B N"]:
 
 
 def cells(prior: Float[Array, "B N"], source: Int[Array, "B N"]) -> Int[Array, "B N"]:
-    """Index of each node's score: its source and the decile of its conditional prior."""
-    return source * BINS + jnp.clip((prior * BINS).astype(jnp.int32), 0, BINS - 1)
+    """Index of each node's score: its source and the class of its conditional prior."""
+    return source * BINS + jnp.sum(prior[..., None] > jnp.asarray(EDGES), axis=-1, dtype=jnp.int32)
 
 
 def calibrate(

@@ -61,6 +61,7 @@ class Stats:
         accepted: Int[Array, " B"],
         kept: Int[Array, " B"],
         variant: Int[Array, ""],
+        forwards: int = 1,
     ) -> Stats:
         """Count one round.
 
@@ -72,6 +73,7 @@ class Stats:
             accepted: drafts accepted.
             kept: tokens emitted after cutting.
             variant: index of the compiled number of nodes that ran.
+            forwards: passes of the target in this round.
         """
         B, P = path.shape
         one = active.astype(jnp.int32)
@@ -86,7 +88,7 @@ class Stats:
             at = jnp.where(active, self.rounds, log.shape[1])
             log = log.at[jnp.arange(B), at].set(record, mode="drop")
         return Stats(
-            forwards=self.forwards + 1,
+            forwards=self.forwards + forwards,
             rounds=self.rounds + one,
             emitted=self.emitted + kept,
             drafted=self.drafted + one * (nodes - 1),

@@ -184,6 +184,15 @@ class Drafter:
         """Draft a tree for each row."""
         raise NotImplementedError
 
+    @property
+    def lookahead(self) -> bool:
+        """Whether the loop should run the proposal once more through the target and call `extend` with the outcome."""
+        return False
+
+    def extend(self, memory: Any, context: Context, proposal: Proposal, next_ids: Int[Array, "B N"]) -> Proposal:
+        """With `lookahead`: complete the proposal, knowing the target's most likely token after each of its nodes."""
+        return proposal
+
     def rollback(self, memory: Any, lengths: Int[Array, " B"]) -> Any:
         """Forget what depends on tokens at or past `lengths[b]`. Memory that is masked by length needs nothing."""
         return memory
