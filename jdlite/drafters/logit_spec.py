@@ -41,11 +41,11 @@ class LogitSpec(Drafter):
 
     The anchor has not been run, so the newest logits at hand are those it was chosen from. Their `top_k` ids are
     guesses of the token that *follows* the anchor; each becomes a child of the anchor and is extended by the n-gram
-    lookup for the text that ends with anchor and child. A lookup takes the longest n-gram up to `ngram_max` with a match, of its
-    matches the newest that `num_drafts` known tokens follow, and if there is none the earliest. The anchor's own lookup
-    chain comes first with up to `num_drafts` tokens, then the children by rank, each with its chain, until the tree is
-    full; the last chain is cut. The anchor's token itself and the first token of its chain are no children (the latter
-    is there already).
+    lookup for the text that ends with anchor and child. A lookup takes the longest n-gram up to `ngram_max` with a
+    match, of its matches the newest that `num_drafts` known tokens follow, and if there is none the earliest. The
+    anchor's own lookup chain comes first with up to `num_drafts` tokens, then the children by rank, each with its
+    chain, until the tree is full; the last chain is cut. The anchor's token itself and the first token of its chain are
+    no children (the latter is there already).
 
     Differs from the paper's code: the anchor counts as a known continuation, and equal siblings are merged.
 
@@ -79,6 +79,10 @@ class LogitSpec(Drafter):
     @property
     def max_nodes(self) -> int:
         return self.num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.num_nodes - 1, max(self.num_drafts, *self._limits()))
 
     def needs(self, num_layers: int) -> Needs:
         return Needs(top_k=self.top_k)

@@ -28,8 +28,8 @@ from jdlite.errors import ConfigError
 class Suffix(Drafter):
     """Drafts a chain that follows the longest earlier occurrence of the newest tokens.
 
-    For every earlier position the common suffix with the row is measured, up to `max_depth` tokens; the positions with
-    the longest one are the matches, m tokens long. At most `factor * m + offset` tokens are drafted.
+    For every earlier position the common suffix with the row is measured, up to `match_depth` tokens; the positions
+    with the longest one are the matches, m tokens long. At most `factor * m + offset` tokens are drafted.
 
     With `vote`, the newest `max_matches` matches vote on each token: the most frequent next token wins, ties go to the
     newest match that has one, and the matches that said otherwise, or have reached the end of the row, leave. The
@@ -43,7 +43,7 @@ class Suffix(Drafter):
 
     Attributes:
         num_drafts: K, most tokens drafted.
-        max_depth: longest suffix compared.
+        match_depth: longest suffix compared.
         factor: drafted tokens per matched token.
         offset: drafted tokens besides.
         vote: whether all longest matches count, or only the newest.
@@ -52,7 +52,7 @@ class Suffix(Drafter):
     """
 
     num_drafts: int = 32
-    max_depth: int = 64
+    match_depth: int = 64
     factor: float = 1.0
     offset: int = 0
     vote: bool = True
@@ -62,7 +62,9 @@ class Suffix(Drafter):
     name = "suffix"
 
     def __post_init__(self):
-        require_positive("Suffix", num_drafts=self.num_drafts, max_depth=self.max_depth, max_matches=self.max_matches)
+        require_positive(
+            "Suffix", num_drafts=self.num_drafts, match_depth=self.match_depth, max_matches=self.max_matches
+        )
         if not self.factor >= 0:
             raise ConfigError(f"Suffix needs a factor of at least 0, got {self.factor}; the published one is 1.0.")
         if not 0 <= self.min_probability <= 1:
@@ -77,7 +79,7 @@ class Suffix(Drafter):
     def propose(self, memory, context: Context) -> Proposal:
         tokens, lengths = context.tokens, context.lengths
         K = self.num_drafts
-        matched = suffix_lengths(tokens, lengths, self.max_depth)
+        matched = suffix_lengths(tokens, lengths, self.match_depth)
         longest = matched.max(axis=1)
         ends = (matched == longest[:, None]) & (matched > 0)
         if self.vote:

@@ -120,6 +120,10 @@ class TokenRecycling(Drafter):
     def max_nodes(self) -> int:
         return len(self.template.parents)
 
+    @property
+    def max_depth(self) -> int:
+        return max(self.template.depths)
+
     def needs(self, num_layers: int) -> Needs:
         return Needs(top_k=self.top_k)
 

@@ -38,6 +38,21 @@ class History:
     nodes: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
+class NumpyProposal:
+    """The fields of a `Proposal` as numpy arrays."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    valid: np.ndarray
+    gain: np.ndarray
+    source: np.ndarray
+
+    @classmethod
+    def of(cls, proposal: Proposal) -> NumpyProposal:
+        return cls(*(np.asarray(getattr(proposal, field.name)) for field in dataclasses.fields(cls)))
+
+
 @functools.partial(jax.jit, static_argnames=("batch", "capacity", "vocab"))
 def _init(drafter, batch, capacity, vocab):
     return drafter.init(batch, capacity, hidden_size=HIDDEN, vocab_size=vocab, dtype=jnp.float32)
@@ -47,19 +62,22 @@ def _init(drafter, batch, capacity, vocab):
 # makes thousands of them, and one small transfer per field outside of jit would take most of its time.
 
 
-def _context(fields: dict) -> Context:
+def to_context(fields: dict) -> Context:
+    """The `Context` of what `Player.context` gives."""
     B = fields["lengths"].shape[0]
-    return Context(keys=jax.random.split(jax.random.key(0), B), temperature=jnp.zeros(B), **fields)
+    return Context(
+        keys=jax.random.split(jax.random.key(0), B), temperature=jnp.zeros(B), **jax.tree.map(jnp.asarray, fields)
+    )
 
 
 @jax.jit
 def _observe(drafter, memory, context, observation):
-    return drafter.observe(memory, _context(context), Observation(**observation))
+    return drafter.observe(memory, to_context(context), Observation(**observation))
 
 
 @jax.jit
 def _propose(drafter, memory, context):
-    return drafter.propose(memory, _context(context))
+    return drafter.propose(memory, to_context(context))
 
 
 @jax.jit
@@ -169,7 +187,7 @@ class Player:
 
     def fork(self, order: list[int]) -> None:
         """Rebuild the batch from copies of its own rows, as a session does."""
-        self.memory = jax.tree.map(lambda leaf: np.asarray(leaf)[np.array(order)], self.memory)
+        self.memory = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[np.array(order)]), self.memory)
         self.rows = [
             History(list(r.tokens), list(r.states), list(r.top_ids), list(r.nodes))
             for r in (self.rows[i] for i in order)
@@ -177,9 +195,9 @@ class Player:
         self.texts = [self.texts[i] for i in order]
         self.prompt_lengths = [self.prompt_lengths[i] for i in order]
 
-    def propose(self) -> Proposal:
+    def propose(self) -> NumpyProposal:
         """The proposal as numpy arrays, after the checks that every proposal must pass."""
-        proposal = jax.tree.map(np.asarray, _propose(self.drafter, self.memory, self.context()))
+        proposal = NumpyProposal.of(_propose(self.drafter, self.memory, self.context()))
         check_proposal(proposal, self.drafter, anchor=[row.tokens[-1] for row in self.rows], vocab=self.vocab)
         return proposal
 
@@ -192,7 +210,7 @@ class Player:
         return True
 
 
-def check_proposal(proposal: Proposal, drafter: Drafter, *, anchor: list[int], vocab: int) -> None:
+def check_proposal(proposal: NumpyProposal, drafter: Drafter, *, anchor: list[int], vocab: int) -> None:
     """What holds for every proposal of every drafter."""
     B = len(anchor)
     assert proposal.tokens.shape == (B, drafter.max_nodes)
@@ -205,13 +223,15 @@ def check_proposal(proposal: Proposal, drafter: Drafter, *, anchor: list[int], v
         assert proposal.tokens[b, 0] == anchor[b]
         assert proposal.valid[b, 0]
         assert proposal.parents[b, 0] == 0
-        children = set()
+        children, depth = set(), [0] * drafter.max_nodes
         for i in range(1, drafter.max_nodes):
             parent = proposal.parents[b, i]
             assert 0 <= parent < i
+            depth[i] = depth[parent] + 1
             if not proposal.valid[b, i]:
                 continue
             assert proposal.valid[b, parent], "a valid node must have valid ancestors"
+            assert depth[i] <= drafter.max_depth
             assert 0 <= proposal.tokens[b, i] < vocab
             assert 0 <= proposal.source[b, i] < len(SOURCES)
             assert 0 <= proposal.gain[b, i] <= proposal.gain[b, parent] <= 1
@@ -219,7 +239,7 @@ def check_proposal(proposal: Proposal, drafter: Drafter, *, anchor: list[int], v
             children.add((parent, proposal.tokens[b, i]))
 
 
-def paths(proposal: Proposal, row: int) -> dict[tuple[int, ...], str]:
+def paths(proposal: NumpyProposal, row: int) -> dict[tuple[int, ...], str]:
     """Valid drafted nodes of a row: tokens from the root's child to the node, and the node's source."""
     found: dict[int, tuple[int, ...]] = {0: ()}
     sources = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from jaxtyping import TypeCheckError
 
 from jdlite.drafters.lookup import PromptLookup
 from jdlite.errors import ConfigError
@@ -83,5 +84,6 @@ def test_by_hand(drafter, text, expected):
     ],
 )
 def test_refuses_bad_options(options, word):
-    with pytest.raises(ConfigError, match=word):
+    # With type checks switched on, a wrong choice is refused by them first.
+    with pytest.raises((ConfigError, TypeCheckError), match=word):
         PromptLookup(**options)

@@ -18,8 +18,8 @@ from tests.drafters.strategies import VOCAB, batches, seeds
 DRAFTERS = [
     Suffix(),
     Suffix(vote=False, num_drafts=6),
-    Suffix(num_drafts=8, max_depth=3, factor=1.5, offset=2, max_matches=5, min_probability=0.31),
-    Suffix(num_drafts=2, max_depth=12, factor=0.5, min_probability=0.0),
+    Suffix(num_drafts=8, match_depth=3, factor=1.5, offset=2, max_matches=5, min_probability=0.31),
+    Suffix(num_drafts=2, match_depth=12, factor=0.5, min_probability=0.0),
 ]
 
 
@@ -94,7 +94,7 @@ def test_newest_slots(slots):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_drafts": 0}, {"max_depth": 0}, {"max_matches": 0}, {"factor": -1.0}, {"min_probability": 1.5}]
+    "options", [{"num_drafts": 0}, {"match_depth": 0}, {"max_matches": 0}, {"factor": -1.0}, {"min_probability": 1.5}]
 )
 def test_refuses_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from jdlite.drafters.base import Observation
 from jdlite.drafters.token_recycling import TokenRecycling, TokenRecyclingMemory, rank_prior, tree_template
 from jdlite.errors import ConfigError
-from tests.drafters.harness import LAYERS, Player, paths, play
+from tests.drafters.harness import LAYERS, Player, paths, play, to_context
 from tests.drafters.oracles.token_recycling import likeliest_paths, successor_table, unroll
 from tests.drafters.strategies import VOCAB, batches, seeds
 
@@ -88,7 +88,8 @@ def test_last_node_of_a_token_wins():
     tokens, valid = rng.integers(0, 20, (B, N)), rng.random((B, N)) < 0.5
     top_ids = rng.integers(0, 20, (B, N, 2))
     memory = drafter.init(B, 8, hidden_size=4, vocab_size=20, dtype=jnp.float32)
-    memory = jax.jit(drafter.observe)(memory, None, observation(tokens, valid, top_ids, [1, 0, 1]))
+    context = to_context(Player(drafter, [[0]] * B, seed=0, vocab=20).context())
+    memory = jax.jit(drafter.observe)(memory, context, observation(tokens, valid, top_ids, [1, 0, 1]))
     for b in range(B):
         expected = {int(tokens[b, n]): top_ids[b, n] for n in range(N) if valid[b, n] and b != 1}
         assert np.flatnonzero(memory.known[b]).tolist() == sorted(expected)
@@ -108,7 +109,7 @@ def test_hot_start():
     assert list(paths(proposal, 0)) == [(2,), (0,), (7,)]
     assert paths(proposal, 1) == {}
     with pytest.raises(ConfigError, match="shape"):
-        drafter.hot_start(player.memory, table[:-1], jnp.arange(VOCAB) == 5)
+        drafter.hot_start(player.memory, table[:-1], jnp.arange(VOCAB - 1) == 5)
 
 
 def test_refuses_bad_options():

@@ -7,17 +7,17 @@ import math
 import numpy as np
 
 
-def common_suffix(tokens: list[int], end: int, max_depth: int) -> int:
+def common_suffix(tokens: list[int], end: int, match_depth: int) -> int:
     """Length of the common suffix of `tokens[:end + 1]` and all tokens."""
     length = 0
-    while length < min(end + 1, max_depth) and tokens[end - length] == tokens[len(tokens) - 1 - length]:
+    while length < min(end + 1, match_depth) and tokens[end - length] == tokens[len(tokens) - 1 - length]:
         length += 1
     return length
 
 
 def suffix_draft(tokens: list[int], options) -> list[int]:
     """The drafted tokens; `options` has the attributes of `Suffix`."""
-    lengths = [common_suffix(tokens, j, options.max_depth) for j in range(len(tokens) - 1)]
+    lengths = [common_suffix(tokens, j, options.match_depth) for j in range(len(tokens) - 1)]
     longest = max(lengths, default=0)
     if longest == 0:
         return []
