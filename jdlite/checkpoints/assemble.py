@@ -112,7 +112,8 @@ def assemble(
             plain = transform is IDENTITY
             array = tensors[name].read(index if plain else ())
             array = array if plain else transform.load(array, config)[index]
-            array = np.ascontiguousarray(array.astype(DTYPES[name_of_dtype], copy=False))
+            with np.errstate(over="ignore", invalid="ignore"):  # reported below, with the tensor's name
+                array = np.ascontiguousarray(array.astype(DTYPES[name_of_dtype], copy=False))
             if not all_finite(array):
                 raise CheckpointError(
                     f"tensor {name} of {source} has values that are NaN or infinite as {name_of_dtype}; get a sound "

@@ -131,6 +131,11 @@ def shard_model(model: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
         ConfigError: see `spec_for`.
     """
     place = placement(mesh, rules)
+    config = getattr(model, "config", None)
+    for axis, count in (("heads", "num_heads"), ("kv_heads", "num_kv_heads")):
+        # A weight's rows may divide where its heads do not; a head must stay on one device.
+        if hasattr(config, count):
+            spec_for((axis,), (getattr(config, count),), mesh, rules, name="the attention")
     graph, state = nnx.split(model)
     flat = []
     for path, leaf in nnx.to_flat_state(state):
