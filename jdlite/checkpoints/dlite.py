@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,6 +53,8 @@ _STUDENT, _TEACHER = "pivot_q_student", "swa_teacher"
 # Options that the official layout has no words for, written only where they are not the default.
 _EXTENSIONS = ("qk_norm", "context_mode", "feature_concat", "head_output")
 _OWN_KEYS = ("block_size", "num_target_layers", "dlite_config")
+# Where transformers finds the classes of custom code; there is no code in an architecture that is built in.
+_IGNORED_KEYS = ("auto_map",)
 _DLITE_KEYS = {
     "architecture_version": ("dlite_v1", "dlite_v2"),
     "model_role": (_STUDENT, _TEACHER),
@@ -97,16 +100,15 @@ def dlite_config_from_hf(hf: Mapping[str, Any]) -> DLiteConfig:
     if problems:
         raise ConfigError(f"dlite_config cannot be used: {'; '.join(problems)}; take a released drafter's config.json.")
 
-    base = config_from_hf({key: value for key, value in hf.items() if key not in _OWN_KEYS})
+    base = config_from_hf({key: value for key, value in hf.items() if key not in _OWN_KEYS + _IGNORED_KEYS})
     if base.rope.kind != "default" or base.qkv_bias or not base.qk_norm:
         raise ConfigError(
             "A DLite drafter has Qwen3 layers with plain rotary embeddings; take the drafter's config.json."
         )
-    L = hf["num_target_layers"]
     ids = own.get("target_layer_ids")
-    count = own.get("chs_num_layers") or (len(ids) if ids else DLiteConfig.num_taps)
-    by_rule = ids is None or (2 <= count <= L and tuple(ids) == target_layer_ids(L, count))
-    return DLiteConfig.from_dict(
+    past = own.get("history_layer_ids") if teacher else None
+    group = own.get("anchor_group_size") or (2 if own["architecture_version"] == "dlite_v2" else 1)
+    config = DLiteConfig.from_dict(
         {
             "vocab_size": base.vocab_size,
             "hidden_size": base.hidden_size,
@@ -117,25 +119,33 @@ def dlite_config_from_hf(hf: Mapping[str, Any]) -> DLiteConfig:
             "norm_eps": base.norm_eps,
             "rope_theta": base.rope.theta,
             "num_layers": base.num_layers,
-            "num_target_layers": L,
+            "num_target_layers": hf["num_target_layers"],
             "mask_token_id": own["mask_token_id"],
-            "num_taps": count,
-            "tap_layers": None if by_rule else ids,
+            "num_taps": own.get("chs_num_layers") or (len(ids) if ids else DLiteConfig.num_taps),
+            "tap_layers": ids,
             "rank": own["sequential_rank"],
             "block_size": hf["block_size"],
-            "anchor_group_size": own.get("anchor_group_size")
-            or (2 if own["architecture_version"] == "dlite_v2" else 1),
+            "anchor_group_size": group,
             "draft_history": own.get("swa_window_size") or 0,
-            "history_layers": own.get("history_layer_ids") if teacher else None,
+            "history_layers": past,
             **extensions,
         }
     )
+    # The file spells out what the rules would give; one spelling keeps configs comparable.
+    plain = dataclasses.replace(config, tap_layers=None) if _by_rule(config) else config
+    if dataclasses.replace(plain, history_layers=None).history_taps == plain.history_taps:
+        plain = dataclasses.replace(plain, history_layers=None)
+    return plain
+
+
+def _by_rule(config: DLiteConfig) -> bool:
+    return config.taps == target_layer_ids(config.num_target_layers, config.num_taps)
 
 
 def dlite_config_to_hf(config: DLiteConfig) -> dict[str, Any]:
     """The `config.json` of the official layout. `dlite_v2` marks tapped layers that do not follow the rule."""
     own: dict[str, Any] = {
-        "architecture_version": "dlite_v1" if config.tap_layers is None else "dlite_v2",
+        "architecture_version": "dlite_v1" if _by_rule(config) else "dlite_v2",
         "model_role": _TEACHER if config.draft_history else _STUDENT,
         "anchor_group_size": config.anchor_group_size,
         "chs_num_layers": config.num_taps,

@@ -1,0 +1,217 @@
+"""Drafting with DLite: one backbone pass and K steps of the head, from the target's states at one position."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jdlite.decoding.sampling import DRAFT, gumbel, noise_key
+from jdlite.drafters.base import MODEL, Context, Drafter, Needs, Observation, Proposal
+from jdlite.errors import ConfigError
+from jdlite.models.cache import write_rows
+from jdlite.models.config import DecoderConfig
+from jdlite.models.dlite import DLite
+from jdlite.models.dlite_teacher import history_windows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DLiteMemory:
+    """What DLite keeps of each row between rounds. It has no key/value cache.
+
+    Attributes:
+        features: the tapped states of the newest token that went through the target, `[B, M, D]`.
+        position: `[B]` int32, its absolute position, -1 before the first. After a rollback it is not the anchor's
+            predecessor; then nothing is drafted until the next forward of the target brings new features.
+        history: fused states by absolute position, `[B, S, D]` (S = 0 without a draft history). Rows at or past a row's
+            length are never read, so a rollback needs nothing.
+    """
+
+    features: Float[Array, "B M D"]
+    position: Int[Array, " B"]
+    history: Float[Array, "B S D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DLiteDrafter(Drafter, static=False):
+    """A chain of K = block_size - 1 tokens drafted by a DLite network.
+
+    Unlike drafters that hold options only, this one carries parameters: the network's arrays are leaves of the pytree,
+    the options are static.
+
+    Attributes:
+        model: the network.
+        lm_head: the target's LM head `[V, D]`, for a network with `head_output="lm_head"`.
+        mode: what is proposed at temperature > 0. `"match"` drafts greedily and keeps a draft while the target draws
+            the same token, so sampled output equals plain sampling token for token. `"rejection"` draws drafts from the
+            network's own distribution q at the row's temperature and returns q, which accepts more often at high
+            temperature; output is then equal in distribution.
+        gain: how acceptance is estimated in match mode: `"probability"` by the product of the network's probabilities
+            of the drafted tokens, `"constant"` by powers of `prior`, without a softmax. Rejection mode always uses the
+            latter: whether a draft is verified must not depend on which token was drawn, or the output would be biased
+            (a token that is dropped for being unlikely escapes its rejection).
+        prior: acceptance probability of one draft, where it is assumed.
+    """
+
+    model: DLite
+    lm_head: Float[Array, "V D"] | None = None
+    mode: Literal["match", "rejection"] = dataclasses.field(default="match", metadata={"static": True})
+    gain: Literal["probability", "constant"] = dataclasses.field(default="probability", metadata={"static": True})
+    prior: float = dataclasses.field(default=0.8, metadata={"static": True})
+
+    name = "dlite"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("match", "rejection"):
+            raise ConfigError(f"mode must be match or rejection: got {self.mode!r}.")
+        if self.gain not in ("probability", "constant"):
+            raise ConfigError(f"gain must be probability or constant: got {self.gain!r}.")
+        if not 0 < self.prior <= 1:
+            raise ConfigError(f"prior must be a probability above 0: got {self.prior}; 0.8 is a fair guess.")
+
+    @classmethod
+    def create(
+        cls, model: DLite, target: DecoderConfig, *, lm_head: jax.Array | None = None, **options
+    ) -> DLiteDrafter:
+        """A drafter for `target`, checked.
+
+        Args:
+            model: the network.
+            target: the target's config.
+            lm_head: the target's LM head (its embedding table when tied); kept only if the network needs it.
+            options: `mode`, `gain`, `prior`.
+
+        Raises:
+            ConfigError: the network was made for another target, or needs an LM head that is not given.
+        """
+        model.config.check_target(target)
+        if model.config.head_output == "low_rank":
+            lm_head = None
+        elif lm_head is None:
+            raise ConfigError(
+                "This DLite ends in the target's LM head (head_output='lm_head') and was given none; pass lm_head."
+            )
+        return cls(model=model, lm_head=lm_head, **options)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.model.config.block_size
+
+    def needs(self, num_layers: int) -> Needs:
+        config = self.model.config
+        if num_layers != config.num_target_layers:
+            raise ConfigError(
+                f"This DLite drafter was made for a target of {config.num_target_layers} layers: got one of "
+                f"{num_layers}; use the drafter of this target."
+            )
+        return Needs(taps=config.captured_layers)
+
+    def init(self, batch: int, capacity: int, *, hidden_size: int, vocab_size: int, dtype) -> DLiteMemory:
+        config = self.model.config
+        if (hidden_size, vocab_size) != (config.hidden_size, config.vocab_size):
+            raise ConfigError(
+                f"This DLite drafter was made for a target of width {config.hidden_size} and {config.vocab_size} "
+                f"tokens: got {hidden_size} and {vocab_size}; use the drafter of this target."
+            )
+        kept = capacity if config.draft_history else 0
+        return DLiteMemory(
+            features=jnp.zeros((batch, config.num_taps, hidden_size), dtype),
+            position=jnp.full(batch, -1, jnp.int32),
+            history=jnp.zeros((batch, kept, hidden_size), dtype),
+        )
+
+    def observe(self, memory: DLiteMemory, context: Context, observation: Observation) -> DLiteMemory:
+        config, seen = self.model.config, observation
+        taps = dict(zip(config.captured_layers, seen.taps, strict=True))
+        moved = seen.count > 0
+        # Only the last committed node is read, so gather it before anything else touches the taps.
+        newest = jnp.take_along_axis(seen.path, jnp.maximum(seen.count - 1, 0)[:, None], axis=1)[:, :, None]
+        features = jnp.concatenate([jnp.take_along_axis(taps[t], newest, axis=1) for t in config.taps], axis=1)
+        history = memory.history
+        if config.draft_history:
+            states = jnp.stack([seen.committed(taps[t]) for t in config.history_taps], axis=2)
+            fused = self.model.fuse_history(states)
+            history = write_rows(history, fused, seen.start, seen.count, row=0, slot=1)
+        return DLiteMemory(
+            features=jnp.where(moved[:, None, None], features.astype(memory.features.dtype), memory.features),
+            position=jnp.where(moved, seen.start + seen.count - 1, memory.position),
+            history=history,
+        )
+
+    def propose(self, memory: DLiteMemory, context: Context) -> Proposal:
+        hidden, tokens = self._backbone(memory, context)
+        head = self.model.head
+        state = head.start(tokens)
+        choose = self._sampler(context) if self.mode == "rejection" else self._greedy
+        drafts, (log_prob, log_q) = head.unroll(hidden, tokens[:, -1], state, choose, self.lm_head)
+        # A network that has gone wrong (NaN) drafts nothing, rather than rubbish.
+        valid = jnp.isfinite(log_prob) & self._fresh(memory, context)[:, None]
+        if self._softmax_for_gain:
+            gain = jnp.exp(jnp.cumsum(jnp.where(valid, log_prob, 0.0), axis=1))
+        else:
+            gain = jnp.broadcast_to(jnp.float32(self.prior) ** jnp.arange(1, drafts.shape[1] + 1), drafts.shape)
+        proposal = Proposal.chain(context.anchor, drafts, valid, gain, MODEL)
+        if log_q is None:
+            return proposal
+        # Node i was drawn from log_q[:, i]; the anchor was not drawn, and nodes that are not valid are never looked at.
+        log_q = jnp.pad(jnp.where(valid[..., None], log_q, 0.0), ((0, 0), (1, 0), (0, 0)))
+        return dataclasses.replace(proposal, log_q=log_q)
+
+    @property
+    def _softmax_for_gain(self) -> bool:
+        return self.gain == "probability" and self.mode == "match"
+
+    def rollback(self, memory: DLiteMemory, lengths: Int[Array, " B"]) -> DLiteMemory:
+        """Nothing to do: features that are no longer the anchor's predecessor's are recognised by their position."""
+        return memory
+
+    def _fresh(self, memory: DLiteMemory, context: Context):
+        """Rows whose features belong to the position before the anchor."""
+        return (memory.position >= 0) & (memory.position == context.lengths - 2)
+
+    def _backbone(self, memory: DLiteMemory, context: Context):
+        config = self.model.config
+        A, W = config.anchor_group_size, config.draft_history
+        index = context.lengths[:, None] - A + jnp.arange(A)
+        tokens = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
+        extra: dict[str, Any] = {}
+        if A > 1:
+            extra["token_valid"] = index >= 0
+        if W:
+            anchors = (context.lengths - 1)[:, None]
+            states, there = history_windows(memory.history, anchors, W)
+            extra["history"], extra["history_valid"] = states[:, 0], there[:, 0]
+        return self.model.backbone(tokens, memory.features, context.embedding, **extra), tokens
+
+    def _greedy(self, logits, step):
+        tokens = jnp.argmax(logits, axis=-1)
+        best = jnp.max(logits, axis=-1)
+        # Without a softmax only its being finite is of use.
+        return tokens, (best - jax.nn.logsumexp(logits, axis=-1) if self._softmax_for_gain else best, None)
+
+    def _sampler(self, context: Context):
+        def row_noise(key, position):
+            return gumbel(noise_key(key, position, DRAFT), self.model.config.vocab_size)
+
+        def choose(logits, step):
+            log_q = tempered(logits, context.temperature)
+            # Step 0 draws the token after the anchor, whose position is the number of known tokens.
+            noise = jax.vmap(row_noise)(context.keys, context.lengths + step)
+            tokens = jnp.argmax(log_q + noise, axis=-1)
+            picked = jnp.take_along_axis(log_q, tokens[:, None], axis=1)[:, 0]
+            return tokens, (picked, log_q)
+
+        return choose
+
+
+def tempered(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
+    """Log-probabilities of `softmax(logits / temperature)` per row; temperature 0 puts all mass on the best token."""
+    cold = (temperature <= 0)[:, None]
+    warm = jax.nn.log_softmax(logits / jnp.where(cold, 1.0, temperature[:, None]), axis=-1)
+    best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1)[:, None]
+    return jnp.where(cold, jnp.where(best, 0.0, -jnp.inf), warm)
