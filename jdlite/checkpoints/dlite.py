@@ -103,11 +103,15 @@ def dlite_config_from_hf(hf: Mapping[str, Any]) -> DLiteConfig:
     base = config_from_hf({key: value for key, value in hf.items() if key not in _OWN_KEYS + _IGNORED_KEYS})
     if base.rope.kind != "default" or base.qkv_bias or not base.qk_norm:
         raise ConfigError(
-            "A DLite drafter has Qwen3 layers with plain rotary embeddings; take the drafter's config.json."
+            f"A DLite drafter has Qwen3 layers with plain rotary embeddings and no biases: got model_type "
+            f"{hf.get('model_type')!r}, rope type {base.rope.kind!r} and attention_bias {base.qkv_bias}; take the "
+            "drafter's own config.json."
         )
     ids = own.get("target_layer_ids")
     past = own.get("history_layer_ids") if teacher else None
-    group = own.get("anchor_group_size") or (2 if own["architecture_version"] == "dlite_v2" else 1)
+    group = own.get("anchor_group_size")
+    if group is None:
+        group = 2 if own["architecture_version"] == "dlite_v2" else 1
     config = DLiteConfig.from_dict(
         {
             "vocab_size": base.vocab_size,

@@ -14,7 +14,7 @@ from flax import nnx
 from jdlite.checkpoints.assemble import check_dtype
 from jdlite.checkpoints.atomic import atomic_folder
 from jdlite.checkpoints.dlite import abstract_dlite, check_tensors
-from jdlite.errors import CheckpointError
+from jdlite.errors import CheckpointError, JdliteError
 from jdlite.models.dlite import DLite
 from jdlite.models.dlite_config import DLiteConfig
 
@@ -65,7 +65,6 @@ def save_dlite_orbax(
             ),
             force=True,  # the temporary folder is there, and empty
         )
-        checkpointer.wait_until_finished()
     return path
 
 
@@ -111,8 +110,11 @@ def load_dlite_orbax(
                 goal[parameter] = jax.ShapeDtypeStruct(shape, kind or metadata[dotted].dtype, sharding=where)
             args = ocp.args.Composite(params=ocp.args.StandardRestore(_nest(goal)))
             params = checkpointer.restore(path, args=args).params
-    except (OSError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint ({error}); use an earlier one.") from error
+    except JdliteError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise many kinds for files that are cut or absent
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} is not a complete checkpoint ({reason}); use an earlier one.") from error
     return model_from_params(config, params, str(path)), dict(stored.get("info") or {})
 
 
