@@ -58,7 +58,7 @@ class Target:
         Raises:
             PromptError: the target has no tokenizer.
         """
-        return list(self._need_tokenizer()(text)["input_ids"])
+        return list(self.need_tokenizer()(text)["input_ids"])
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options
@@ -73,7 +73,7 @@ class Target:
         Raises:
             PromptError: the target has no tokenizer or no chat template, or the template refuses the messages.
         """
-        tokenizer = self._need_tokenizer()
+        tokenizer = self.need_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise PromptError(
                 f"{self.source or 'the target'} has no chat template; give a plain prompt or a chat model."
@@ -89,7 +89,12 @@ class Target:
         # The template writes all special tokens itself.
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _need_tokenizer(self):
+    def need_tokenizer(self):
+        """The tokenizer.
+
+        Raises:
+            PromptError: the target has none.
+        """
         if self.tokenizer is None:
             raise PromptError(f"{self.source or 'the target'} has no tokenizer; give token ids instead of text.")
         return self.tokenizer

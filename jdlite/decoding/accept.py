@@ -42,9 +42,7 @@ def _follow(tree: Tree, stepped: Bool[Array, "B N"], drawn: Int[Array, "B N"], p
     return Acceptance(path, accepted, jnp.take_along_axis(drawn, path, axis=1), on_path)
 
 
-def sample_and_match(
-    tree: Tree, tokens: Int[Array, "B N"], drawn: Int[Array, "B N"], path_length: int
-) -> Acceptance:
+def sample_and_match(tree: Tree, tokens: Int[Array, "B N"], drawn: Int[Array, "B N"], path_length: int) -> Acceptance:
     """Descend while a child carries the token drawn from the target at its parent.
 
     Only the target is ever sampled, so the output law is the target's whatever the tree was (Sequoia, arXiv 2402.12374,

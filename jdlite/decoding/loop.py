@@ -175,9 +175,7 @@ def _verify(
         # Node i is decided on with the noise of its own position, and draws the token of the next.
         uniforms = each(lambda key, at: jax.random.uniform(noise_key(key, at, ACCEPT)))
         noise = each(lambda key, at: gumbel(noise_key(key, at + 1, RESIDUAL), processed.shape[-1]))
-        acceptance = rejection(
-            tree, tokens, log_probs(processed, sampling), proposal.log_q[:, :n], uniforms, noise, P
-        )
+        acceptance = rejection(tree, tokens, log_probs(processed, sampling), proposal.log_q[:, :n], uniforms, noise, P)
     pad = lambda x, axis: jnp.pad(x, [(0, N - n if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
     return _Verified(
         acceptance=dataclasses.replace(acceptance, on_path=pad(acceptance.on_path, 1)),
@@ -228,9 +226,7 @@ def decode_round(
         cost = request.costs.at(jnp.max(state.lengths).astype(jnp.float32))
         choice = policy.choose(jnp.where(tree.valid, proposal.gain, 0.0), active, cost, counts)
 
-    branches = [
-        partial(_verify, n, model, drafter, state, request, progress, proposal, tree) for n in counts
-    ]
+    branches = [partial(_verify, n, model, drafter, state, request, progress, proposal, tree) for n in counts]
     out: _Verified = branches[0]() if len(branches) == 1 else jax.lax.switch(choice, branches)
 
     with jax.named_scope("commit"):

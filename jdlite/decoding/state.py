@@ -63,9 +63,7 @@ class DecodeState:
         """A copy with the given rows, in that order; rows may repeat (forks)."""
         cache = KVCache(self.cache.k[:, rows], self.cache.v[:, rows], self.cache.lengths[rows])
         by_row = lambda tree: jax.tree.map(lambda x: x[rows], tree)  # noqa: E731
-        return DecodeState(
-            cache, self.tokens[rows], self.lengths[rows], by_row(self.memory), by_row(self.reliability)
-        )
+        return DecodeState(cache, self.tokens[rows], self.lengths[rows], by_row(self.memory), by_row(self.reliability))
 
 
 @jax.tree_util.register_dataclass
@@ -143,8 +141,6 @@ def init_state(model: Decoder, drafter: Drafter, batch: int, capacity: int, cach
         cache=model.init_cache(batch, capacity, cache_dtype),
         tokens=jnp.zeros((batch, capacity), jnp.int32),
         lengths=jnp.zeros(batch, jnp.int32),
-        memory=drafter.init(
-            batch, capacity, hidden_size=c.hidden_size, vocab_size=c.vocab_size, dtype=model.dtype
-        ),
+        memory=drafter.init(batch, capacity, hidden_size=c.hidden_size, vocab_size=c.vocab_size, dtype=model.dtype),
         reliability=Reliability.zeros(batch),
     )

@@ -276,7 +276,9 @@ class AdaPLD(Drafter):
         follow = jnp.clip(place + 1, 0, tokens.shape[1] - 1)
         return jnp.take_along_axis(tokens, follow, axis=1), found
 
-    def _tree(self, context, strict, drafts, copied, chain, branches, branched, branch, followers, followed) -> Proposal:
+    def _tree(
+        self, context, strict, drafts, copied, chain, branches, branched, branch, followers, followed
+    ) -> Proposal:
         """Slots: anchor, K branches, then the chain and (in its place on semantic hits, or after it) the successors."""
         B, K, L, tail = branches.shape[0], self.num_branches, self.copy_length, self._tail
         fit = lambda x, shift: jnp.pad(x, ((0, 0), (shift, tail - shift - x.shape[1])))  # noqa: E731

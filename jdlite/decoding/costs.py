@@ -1,0 +1,110 @@
+"""What a verify forward costs on this machine, measured once per machine, model and batch size and kept in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdlite.decoding.policy import Costs
+from jdlite.models.decoder import Decoder
+
+
+def measure_costs(
+    model: Decoder,
+    counts: tuple[int, ...],
+    *,
+    batch: int = 1,
+    capacity: int = 2048,
+    repeats: int = 5,
+    cache_dtype=None,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Costs:
+    """Time forwards of each number of nodes, LM head included, at an almost empty and at a full cache.
+
+    The numbers of nodes are timed in turn and the medians taken, so a machine that slows down for a while does not favour
+    one of them.
+
+    Args:
+        model: the target.
+        counts: numbers of nodes to compile and time (`policy.variants`).
+        batch: B.
+        capacity: committed tokens of the second measurement.
+        repeats: timings of each.
+        cache_dtype: of keys and values; the model's by default.
+        progress: told what is being done.
+
+    Returns:
+        Costs relative to the first of `counts` at length 0.
+    """
+
+    @partial(jax.jit, static_argnames="n")
+    def forward(model, cache, n):
+        tokens = jnp.zeros((batch, n), jnp.int32)
+        steps = jnp.arange(n)
+        mask = jnp.broadcast_to(steps[:, None] >= steps, (batch, n, n))
+        out = model(tokens, cache.lengths[:, None] + steps, mask, cache)
+        return jnp.argmax(model.logits(out.hidden), axis=-1), out.k, out.v
+
+    capacity = min(capacity, model.config.max_position)
+    lengths = (min(16, capacity // 2), capacity - counts[-1] if capacity > 2 * counts[-1] else capacity)
+    empty = model.init_cache(batch, capacity, cache_dtype)
+    times = np.zeros((len(lengths), len(counts), repeats))
+    for repeat in range(-1, repeats):  # the first pass compiles
+        for i, length in enumerate(lengths):
+            cache = dataclasses.replace(empty, lengths=jnp.full(batch, length, jnp.int32))
+            for j, n in enumerate(counts):
+                progress(f"forwards of {n} nodes, {length} tokens cached")
+                begin = time.perf_counter()
+                jax.block_until_ready(forward(model, cache, n))
+                if repeat >= 0:
+                    times[i, j, repeat] = time.perf_counter() - begin
+    short, long = np.median(times, axis=2)
+    slope = np.maximum(long - short, 0) / (lengths[1] - lengths[0])
+    fixed = short - slope * lengths[0]
+    # More nodes never cost less; a timing that says so is noise.
+    fixed, slope = np.maximum.accumulate(fixed) / fixed[0], np.maximum.accumulate(slope) / fixed[0]
+    return Costs(jnp.asarray(fixed, jnp.float32), jnp.asarray(slope, jnp.float32), counts)
+
+
+def costs_file(folder: Path, model: Decoder, counts: tuple[int, ...], batch: int) -> Path:
+    """Where the costs of this device, model shape, dtype, batch size and these counts are kept."""
+    device = jax.devices()[0]
+    what = [device.platform, device.device_kind, os.cpu_count(), jax.__version__, str(model.dtype), batch, list(counts)]
+    key = hashlib.sha256(repr((what, dataclasses.astuple(model.config))).encode()).hexdigest()[:16]
+    return folder / f"costs-{key}.json"
+
+
+def load_costs(path: Path) -> Costs | None:
+    """Costs kept in a file, or None where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text())
+        counts = tuple(int(n) for n in content["counts"])
+        fixed, slope = (jnp.asarray(content[name], jnp.float32) for name in ("fixed", "per_token"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Costs(fixed, slope, counts) if fixed.shape == slope.shape == (len(counts),) else None
+
+
+def save_costs(path: Path, costs: Costs) -> None:
+    """Write costs to a temporary name and rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "counts": list(costs.counts),
+        "fixed": np.asarray(costs.fixed).tolist(),
+        "per_token": np.asarray(costs.per_token).tolist(),
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(content, file, indent=1)
+    os.replace(temporary, path)
