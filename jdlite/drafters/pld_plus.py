@@ -50,6 +50,7 @@ class PLDPlus(Drafter):
         num_drafts: K, most tokens copied.
         rerank_layer: tap whose states are compared; None takes `default_rerank_layer` of the target's depth.
         state_dtype: dtype of the stored states, such as "bfloat16"; None stores them in the target's compute dtype.
+            On a CPU keep float32: XLA has no 16-bit float gather there and converts the whole buffer every round.
     """
 
     num_drafts: int = 10

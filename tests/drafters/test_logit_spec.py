@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,7 +57,7 @@ def test_by_hand():
 def test_refuses_bad_options():
     for option in ("num_nodes", "num_drafts", "ngram_max", "top_k"):
         with pytest.raises(ConfigError, match=option):
-            LogitSpec(**{option: 0})
+            dataclasses.replace(LogitSpec(), **{option: 0})
     with pytest.raises(ConfigError, match="branch_lengths"):
         LogitSpec(branch_lengths=((3, 0),))
     with pytest.raises(ConfigError, match="vocabulary"):

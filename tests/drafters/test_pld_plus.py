@@ -14,7 +14,7 @@ from jdlite.drafters.pld_plus import PLDPlus
 from jdlite.drafters.retrieval import default_rerank_layer, normalise, rerank
 from jdlite.errors import ConfigError
 from tests.drafters.harness import LAYERS, Player, chain_paths, paths, play
-from tests.drafters.oracles.pld_plus import pld_plus
+from tests.drafters.oracles.pld_plus import cosine, pld_plus
 from tests.drafters.strategies import VOCAB, batches, seeds
 
 
@@ -58,7 +58,7 @@ def test_rerank_equals_argmax(capacity, chunk):
             slots = [j for j in range(1, capacity) if mask[b, q, j]]
             assert hit[b, q] == bool(slots)
             if slots:
-                cosines = [float(np.float64(states[b, j - 1]) @ np.float64(query[b, q])) for j in slots]
+                cosines = [cosine(np.asarray(states[b, j - 1]), np.asarray(query[b, q])) for j in slots]
                 assert slot[b, q] == slots[int(np.argmax(cosines))]
                 assert value[b, q] == pytest.approx(max(cosines), abs=1e-6)
 

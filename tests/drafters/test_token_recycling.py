@@ -17,7 +17,7 @@ from tests.drafters.strategies import VOCAB, batches, seeds
 
 
 def rank_paths(drafter: TokenRecycling) -> set[tuple[int, ...]]:
-    found = {0: ()}
+    found: dict[int, tuple[int, ...]] = {0: ()}
     for i in range(1, drafter.max_nodes):
         found[i] = (*found[drafter.template.parents[i]], drafter.template.ranks[i])
     return set(found.values()) - {()}
