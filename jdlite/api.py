@@ -12,7 +12,7 @@ import platformdirs
 from jdlite.checkpoints.target import Target
 from jdlite.decoding.costs import costs_file, load_costs, measure_costs, save_costs
 from jdlite.decoding.policy import Costs, variants
-from jdlite.decoding.sampling import Sampling
+from jdlite.decoding.sampling import GREEDY, Sampling
 from jdlite.decoding.session import Result, Session
 from jdlite.drafters.base import Drafter
 from jdlite.drafters.registry import make_drafter
@@ -48,8 +48,8 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
 def encode_stops(target: Target, stop: Sequence[str | int | Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """Stop ids and stop sequences from texts, ids and id lists; a text of one token is a stop id.
 
-    A text is matched as the tokens it encodes to on its own; where the model may write it with other tokens (a word with
-    and without a leading space), give both.
+    A text is matched as the tokens it encodes to on its own; where the model may write it with other tokens (a word
+    with and without a leading space), give both.
     """
     ids, sequences = [], []
     for item in stop:
@@ -78,8 +78,8 @@ def resolve_costs(target: Target, drafter: Drafter, batch: int, budget: str | Co
     """The cost table that decides how many nodes are verified.
 
     Args:
-        budget: `"auto"`: the table measured for this machine and model (`calibrate`), or a typical one; `"full"`: verify
-            all that is drafted (largest tau); or a table.
+        budget: `"auto"`: the table measured for this machine and model (`calibrate`), or a typical one; `"full"`:
+            verify all that is drafted (largest tau); or a table.
 
     Raises:
         ConfigError: any other budget.
@@ -124,7 +124,7 @@ def decode(
     prompts: Prompt | Sequence[Prompt],
     *,
     drafter: str | Drafter = "adapld",
-    sampling: Sampling | Sequence[Sampling] = Sampling(),
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
     max_new_tokens: int | Sequence[int] = 256,
     stop: Sequence[str | int | Sequence[int]] = (),
     use_eos: bool = True,
@@ -167,7 +167,8 @@ def decode(
     longest = max(len(row) for row in rows)
     if longest >= limit:
         raise CapacityError(
-            f"a prompt has {longest} tokens but the model's context is {limit}; shorten the prompt or use another model."
+            f"a prompt has {longest} tokens but the model's context is {limit}; "
+            "shorten the prompt or use another model."
         )
     budgets = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(budgets) != len(rows):

@@ -70,7 +70,8 @@ def rejection(
 ) -> Acceptance:
     """Exact speculative sampling of a chain (Leviathan et al., arXiv 2211.17192, algorithm 1).
 
-    Draft i, drawn from `q_i`, is accepted when `u < p(x) / q(x)`, strictly, so that a token of probability zero never is.
+    Draft i, drawn from `q_i`, is accepted when `u < p(x) / q(x)`, strictly, so that a token of probability zero never
+    is.
     At the first rejection the token comes from the normalised residual `max(p - q, 0)`; when all are accepted, from p.
 
     Args:

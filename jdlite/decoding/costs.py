@@ -32,8 +32,8 @@ def measure_costs(
 ) -> Costs:
     """Time forwards of each number of nodes, LM head included, at an almost empty and at a full cache.
 
-    The numbers of nodes are timed in turn and the medians taken, so a machine that slows down for a while does not favour
-    one of them.
+    The numbers of nodes are timed in turn and the medians taken, so a machine that slows down for a while does not
+    favour one of them.
 
     Args:
         model: the target.

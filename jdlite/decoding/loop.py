@@ -206,8 +206,8 @@ def decode_round(
         extra_forwards = 0
         if drafter.lookahead:
             positions = (state.lengths - 1)[:, None] + tree.depth
-            out = model(proposal.tokens, positions, tree.ancestors, state.cache)
-            next_ids = jnp.argmax(model.logits(out.hidden), axis=-1).astype(jnp.int32)
+            ahead = model(proposal.tokens, positions, tree.ancestors, state.cache)
+            next_ids = jnp.argmax(model.logits(ahead.hidden), axis=-1).astype(jnp.int32)
             proposal = drafter.extend(state.memory, here, proposal, next_ids)
             tree = Tree.from_parents(proposal.parents, proposal.valid)
             extra_forwards = 1
@@ -227,7 +227,7 @@ def decode_round(
         choice = policy.choose(jnp.where(tree.valid, proposal.gain, 0.0), active, cost, counts)
 
     branches = [partial(_verify, n, model, drafter, state, request, progress, proposal, tree) for n in counts]
-    out: _Verified = branches[0]() if len(branches) == 1 else jax.lax.switch(choice, branches)
+    out: _Verified = branches[0]() if len(branches) == 1 else jax.lax.switch(choice, list(branches))
 
     with jax.named_scope("commit"):
         taken = out.acceptance
@@ -246,7 +246,7 @@ def decode_round(
         new = dataclasses.replace(state, cache=cache).append(taken.emitted, kept)
 
     with jax.named_scope("observe"):
-        n_used = jnp.asarray(counts)[choice] if len(counts) > 1 else counts[0]
+        n_used = jnp.asarray(counts)[choice]
         verified = tree.valid & (jnp.arange(drafter.max_nodes) < n_used)
         seen = Observation(
             tokens=proposal.tokens,

@@ -1,8 +1,8 @@
 """How many drafted nodes are worth verifying: expected tokens per unit of time, from measured costs and kept scores.
 
-Pure functions of small arrays. Drafters state a prior probability for each node; `Reliability` learns, per row and while
-decoding, how often nodes of that prior and source really are accepted; `choose` weighs the expected tokens of each compiled
-number of nodes against its cost.
+Pure functions of small arrays. Drafters state a prior probability for each node; `Reliability` learns, per row and
+while decoding, how often nodes of that prior and source really are accepted; `choose` weighs the expected tokens of
+each compiled number of nodes against its cost.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def choose(
 ) -> Int[Array, ""]:
     """Index into `counts` of the number of nodes with the most expected tokens per cost, for the batch as a whole.
 
-    Gains must stand in falling order in each row, the anchor's 1 first: verifying n nodes then yields the sum of the first
-    n in expectation. The smaller number wins a tie, so a batch without drafts takes a plain step.
+    Gains must stand in falling order in each row, the anchor's 1 first: verifying n nodes then yields the sum of the
+    first n in expectation. The smaller number wins a tie, so a batch without drafts takes a plain step.
     """
     expected = jnp.cumsum(jnp.where(active[:, None], gain, 0.0).sum(axis=0))
     at = jnp.asarray([n - 1 for n in counts])

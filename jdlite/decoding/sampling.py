@@ -125,6 +125,8 @@ class Sampling:
         )
 
 
+GREEDY = Sampling()
+
 # Fields of a generation config that change the distribution and that jdlite lacks, with the value that turns them off.
 _UNSUPPORTED = {
     "num_beams": 1,

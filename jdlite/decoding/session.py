@@ -12,7 +12,7 @@ import numpy as np
 
 from jdlite.decoding import loop
 from jdlite.decoding.policy import Costs, variants
-from jdlite.decoding.sampling import Sampling, stack
+from jdlite.decoding.sampling import GREEDY, Sampling, stack
 from jdlite.decoding.state import DecodeState, Progress, Request, init_state
 from jdlite.decoding.stats import Stats
 from jdlite.decoding.stops import Finish, make_stops
@@ -169,7 +169,8 @@ class Session:
 
     def decode(self, **options) -> Result:
         """Decode every row until it stops. Options as in `stream`."""
-        *_, result = self._run(rounds_per_yield=2**31 - 1, **options)
+        result: Result
+        *_, result = self._run(rounds_per_yield=2**31 - 1, **options)  # pyright: ignore[reportAssignmentType]
         return result
 
     def stream(self, *, rounds_per_yield: int = 4, **options) -> Iterator[list[list[int]] | Result]:
@@ -194,7 +195,7 @@ class Session:
         self,
         *,
         rounds_per_yield: int,
-        sampling: Sampling | Sequence[Sampling] = Sampling(),
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
         max_new_tokens: int | Sequence[int] = 256,
         stop_ids: Sequence[Sequence[int]] | None = None,
         stop_sequences: Sequence[Sequence[Sequence[int]]] | None = None,

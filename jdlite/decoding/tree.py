@@ -52,7 +52,8 @@ class Tree:
 def order_by_gain(proposal: Proposal, extra: Shaped[Array, "B N"]) -> tuple[Proposal, Shaped[Array, "B N"]]:
     """Reorder the nodes of each row by falling gain, so that a budget of n nodes is the first n.
 
-    Gain never rises from a parent to its child, so the stable order keeps parents before children. Invalid nodes go last.
+    Gain never rises from a parent to its child, so the stable order keeps parents before children. Invalid nodes go
+    last.
     A chain stays as it is. `extra`, one value per node, is reordered along.
     """
     worth = jnp.where(proposal.valid, proposal.gain, -1.0).at[:, 0].set(jnp.inf)

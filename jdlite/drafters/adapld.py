@@ -55,8 +55,8 @@ class AdaPLDMemory:
 
     Attributes:
         states: `[B, S, D]`, unit states of the rerank layer.
-        top_ids: `[B, S, K]` int32, the target's most likely next tokens, best first. They come from an older prefix than
-            the one they are offered for: guesses, never probabilities.
+        top_ids: `[B, S, K]` int32, the target's most likely next tokens, best first. They come from an older prefix
+            than the one they are offered for: guesses, never probabilities.
         forward: `[B, S]` int32, index of the forward that committed the token; `[B, 0]` unless `window` is set.
         forwards: `[B]` int32, forwards seen.
     """
@@ -73,9 +73,10 @@ class AdaPLD(Drafter):
 
     1. *Lexical*: positions that hold the anchor's token. 2. *Semantic*, where there is none: positions whose token has
     an input embedding of cosine `threshold` or more with the anchor's. 3. The best candidate j is the one whose state
-    before it has the highest cosine with the state before the anchor (ties: the earliest). 4. Tree: on a lexical hit the
-    L tokens after j as a chain; K branches, the target's most likely tokens after j; on a semantic hit one successor per
-    branch, found by the same retrieval with the branch's token. A row without any hit drafts nothing.
+    before it has the highest cosine with the state before the anchor (ties: the earliest). 4. Tree: on a lexical hit
+    the
+    L tokens after j as a chain; K branches, the target's most likely tokens after j; on a semantic hit one successor
+    per branch, found by the same retrieval with the branch's token. A row without any hit drafts nothing.
 
     The first token of a row has no state before it and is never a candidate.
 
@@ -217,7 +218,7 @@ class AdaPLD(Drafter):
         return self._tree(context, strict, drafts, copied, chain, branches, branched, branch, followers, followed)
 
     def extend(self, memory: AdaPLDMemory, context: Context, proposal: Proposal, next_ids) -> Proposal:
-        """Variant `successor_source="forward"`: hang the target's own next token `next_ids[b, i]` under each branch i."""
+        """Variant `successor_source="forward"`: the target's own next token `next_ids[b, i]` follows branch i."""
         K = self.num_branches
         strict = proposal.valid[:, 1 + K] & (proposal.source[:, 1 + K] == LEXICAL)
         branches, branched = proposal.tokens[:, 1 : 1 + K], proposal.valid[:, 1 : 1 + K]
@@ -310,7 +311,7 @@ class AdaPLD(Drafter):
 
 
 def _embedding_cosines(context: Context, query_tokens: Int[Array, "B Q"]) -> Float[Array, "B Q S"]:
-    """Cosine of the input embeddings of each query token and each known token, swept in blocks up to the longest row."""
+    """Cosine of the input embeddings of query tokens and known tokens, swept in blocks up to the longest row."""
     B, Q = query_tokens.shape
     S = context.tokens.shape[1]
     block = min(_SWEEP, S)

@@ -65,7 +65,8 @@ class Context:
 class Observation:
     """What a forward of the target computed, and which part of it was committed.
 
-    In prefill the nodes are the T tokens of a chunk and `path` is `0, 1, ..., T-1`; in decoding they are the draft tree.
+    In prefill the nodes are the T tokens of a chunk and `path` is `0, 1, ..., T-1`; in decoding they are the draft
+    tree.
     Committed token i of row b is node `path[b, i]`, at absolute position `start[b] + i`, for `i < count[b]`.
 
     Attributes:
@@ -76,8 +77,8 @@ class Observation:
         count: `[B]` int32, how many nodes were committed; 0 for a finished row, whose memory must not change.
         taps: the states asked for in `Needs.taps`, each `[B, N, D]`.
         top_ids: `[B, N, k]` int32, most likely next tokens of each node, best first (k = `Needs.top_k`).
-        next_tokens: `[B, P]` int32, the token that followed each committed node; for the last one of a round this is the
-            new anchor. In prefill the token after the chunk's last one is the next prompt token.
+        next_tokens: `[B, P]` int32, the token that followed each committed node; for the last one of a round this is
+            the new anchor. In prefill the token after the chunk's last one is the next prompt token.
     """
 
     tokens: Int[Array, "B N"]

@@ -97,10 +97,6 @@ class DLiteConfig:
     history_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tap_layers", "history_layers"):
-            given = getattr(self, name)
-            if isinstance(given, list):  # as read from JSON or YAML
-                object.__setattr__(self, name, tuple(given))
         self._check_types()
         for name in _POSITIVE:
             if getattr(self, name) < 1:
@@ -160,7 +156,9 @@ class DLiteConfig:
             if kind.startswith("tuple") and value is not None:
                 whole = isinstance(value, tuple) and all(isinstance(v, int) and v is not True for v in value)
                 if not whole:
-                    raise ConfigError(f"{field.name} must be a list of layer numbers: got {value!r}; write [0, 1, 5].")
+                    raise ConfigError(
+                        f"{field.name} must be a tuple of layer numbers: got {value!r}; write (0, 1, 5), or [0, 1, 5] in YAML."
+                    )
 
     @property
     def num_drafts(self) -> int:
@@ -250,7 +248,8 @@ class DLiteConfig:
         missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in values]
         if missing:
             raise ConfigError(f"DLite config fields are missing: {', '.join(missing)}; add them or name a preset.")
-        return cls(**values)
+        # JSON and YAML have lists only.
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     @classmethod
     def for_target(cls, target: DecoderConfig, *, mask_token_id: int, **overrides) -> DLiteConfig:

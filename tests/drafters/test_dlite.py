@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,9 @@ class Rows:
         self.commit(np.array(count), np.stack([np.r_[0, rest] for rest in others]), NODES)
 
     def propose(self):
-        proposal = jax.tree.map(np.asarray, propose(self.drafter, self.memory, self.context()))
+        made = propose(self.drafter, self.memory, self.context())
+        fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        proposal = types.SimpleNamespace(**{k: None if v is None else np.asarray(v) for k, v in fields.items()})
         anchors = [int(text[length - 1]) for text, length in zip(self.texts, self.lengths, strict=True)]
         check_proposal(proposal, self.drafter, anchor=anchors, vocab=self.config.vocab_size)
         return proposal

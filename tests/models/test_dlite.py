@@ -163,6 +163,7 @@ def test_embedding_gets_no_gradient():
     config = small(num_layers=1)
     model = random_model(config)
     tokens, features, embedding, _ = inputs(config, 2)
+    tokens, features = jnp.asarray(tokens), jnp.asarray(features)
     loss = lambda model, embedding: model.backbone(tokens, features, embedding).sum()  # noqa: E731
     gradients, of_embedding = quick_jit(jax.grad(loss, argnums=(0, 1)))(model, jnp.asarray(embedding))
     assert not np.asarray(of_embedding).any()
@@ -191,7 +192,7 @@ def test_bfloat16_stays_bfloat16():
 def test_inputs_that_do_not_fit_are_named():
     config = small(draft_history=4)
     model = random_model(config)
-    tokens, features, embedding, history = inputs(config, 2)
+    tokens, features, embedding, history = map(jnp.asarray, inputs(config, 2))
     with pytest.raises(ConfigError, match="history positions 0, want 3"):
         model.backbone(tokens, features, embedding)
     with pytest.raises(ConfigError, match="feature slots 2, want 3; embedding width 11, want 12"):
