@@ -195,7 +195,7 @@ def test_inputs_that_do_not_fit_are_named():
     tokens, features, embedding, history = map(jnp.asarray, inputs(config, 2))
     with pytest.raises(ConfigError, match="history positions 0, want 3"):
         model.backbone(tokens, features, embedding)
-    with pytest.raises(ConfigError, match="feature slots 2, want 3; embedding width 11, want 12"):
-        model.backbone(tokens, features[:, :2], embedding[:, :11], history=history)
+    with pytest.raises(ConfigError, match="feature slots 2, want 3; history positions 2, want 3"):
+        model.backbone(tokens, features[:, :2], embedding, history=history[:, :2])
     with pytest.raises(ConfigError, match="no draft history"):
         random_model(small()).fuse_history(jnp.zeros((1, 1, 3, 12)))
