@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from jaxtyping import TypeCheckError
 
 from jdlite.drafters.lookup import PromptLookup
 from jdlite.errors import ConfigError
-from tests.drafters.harness import Player, chain_paths, paths, play
+from tests.drafters.harness import CAPACITY, Player, chain_paths, paths, play
 from tests.drafters.oracles.lookup import prompt_lookup
 from tests.drafters.strategies import VOCAB, batches, seeds
 
@@ -72,6 +73,24 @@ def drafts(drafter: PromptLookup, text: list[int]) -> list[int]:
 )
 def test_by_hand(drafter, text, expected):
     assert drafts(drafter, text) == expected
+
+
+@pytest.mark.parametrize(("num_drafts", "ngram"), [(10, 2), (3, 4)])
+def test_transformers_preset_equals_transformers(num_drafts, ngram):
+    torch = pytest.importorskip("torch")
+    candidates = pytest.importorskip("transformers.generation.candidate_generator")
+    theirs = candidates.PromptLookupCandidateGenerator(
+        num_output_tokens=num_drafts, max_matching_ngram_size=ngram, max_length=1000
+    )
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 1 + i % 5, 1 + i % CAPACITY).tolist() for i in range(120)]
+    drafter = PromptLookup.transformers(num_drafts=num_drafts, max_matching_ngram_size=ngram)
+    player = Player(drafter, texts, seed=0, vocab=5)
+    player.prefill([len(text) for text in texts])
+    proposal = player.propose()
+    for b, text in enumerate(texts):
+        found = theirs.get_candidates(torch.tensor([text]))[0][0].tolist()
+        assert paths(proposal, b) == chain_paths(found[len(text) :])
 
 
 @pytest.mark.parametrize(
