@@ -29,7 +29,7 @@ def main() -> None:
         outputs = torch_outputs(model, rows)
         arrays = {f"logits_{b}": logits for b, (logits, _) in enumerate(outputs)}
         arrays |= {f"hidden_{b}": hidden for b, (_, hidden) in enumerate(outputs)}
-        np.savez_compressed(folder / "outputs.npz", **arrays)
+        np.savez_compressed(folder / "outputs.npz", **arrays)  # pyright: ignore[reportArgumentType]
         # Every value is exact in bfloat16, at half the size.
         model.to(torch.bfloat16).save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)

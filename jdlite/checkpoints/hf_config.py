@@ -90,6 +90,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         )
     if missing := [name for name in _REQUIRED if hf.get(name) is None]:
         raise ConfigError(f"config.json lacks {', '.join(missing)}; take the complete config.json of the model.")
+    _check_numbers(hf, (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"))
     for name, neutral in _NEUTRAL.items():
         if name in hf and hf[name] not in neutral:
             raise ConfigError(
@@ -125,6 +126,14 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
+def _check_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for fields that are there and no numbers."""
+    for name in names:
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{name} must be a number: got {value!r}; check config.json.")
+
+
 def _refuse_sliding_window(get, layers: int) -> None:
     """Raise `ConfigError` when any layer would use a sliding window."""
     types = get("layer_types")
@@ -151,6 +160,8 @@ def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
     outer = hf.get("rope_theta")
     if theta is not None and outer is not None and theta != outer:
         raise ConfigError(f"rope_theta is given twice, {theta} and {outer}; keep the one that is right in config.json.")
+    _check_numbers({"rope_theta": theta}, ("rope_theta",))
+    _check_numbers(hf, ("rope_theta",))
     theta = next((float(value) for value in (theta, outer) if value is not None), 10_000.0)
 
     kind = fields.pop("rope_type", None)
@@ -177,6 +188,7 @@ def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
     if missing := [name for name in required if name not in given]:
         raise ConfigError(f"rope type {kind} lacks {', '.join(missing)}; take the complete config.json of the model.")
 
+    _check_numbers(given, tuple(name for name in given if name != "truncate"))
     original = given.pop("original_max_position_embeddings", 0)
     mscale, mscale_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if mscale and mscale_all and "attention_factor" not in given:

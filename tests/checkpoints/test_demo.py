@@ -115,8 +115,8 @@ def test_an_unwritable_cache_directory_ends_the_script_with_one_sentence(tmp_pat
     assert out == ""
     cache = tmp_path / "file" / "cache"
     assert [line for line in err.splitlines() if "error" in line] == [
-        f"error: cannot write to the cache directory {cache} (Not a directory); pass --cache-dir with a folder that you may "
-        "write to."
+        f"error: cannot write to the cache directory {cache} (Not a directory); pass --cache-dir with a folder that "
+        "you may write to."
     ]
 
 

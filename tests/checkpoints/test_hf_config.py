@@ -189,6 +189,9 @@ def test_missing_fields_are_named_at_once():
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
             "rope_scaling and rope_parameters of config.json disagree",
         ),
+        ({"hidden_size": "1024"}, "hidden_size must be a number: got '1024'"),
+        ({"rope_theta": "1e6"}, "rope_theta must be a number: got '1e6'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor must be a number: got '2'"),
         ({"num_key_value_heads": 3}, "num_kv_heads must divide num_heads"),
     ],
 )

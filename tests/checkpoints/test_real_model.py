@@ -44,6 +44,15 @@ TEXTS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def optimised():
+    """Real weights want optimised programs; the rest of the suite saves compile time without."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def folder():
     return fetch_demo_target()
@@ -108,7 +117,14 @@ def test_64_greedy_tokens_equal_transformers(folder, target):
     prompts += [target.encode(text) for text in TEXTS]
     ours = [cut(tokens, target.eos_ids) for tokens in greedy(target.model, prompts, NEW_TOKENS)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # One forward over the prompt and our tokens decides all 64 at once: greedy decoding gives exactly these tokens when
+    # each is the argmax after the ones before it.
     for prompt, tokens in zip(prompts, ours, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor(prompt + tokens)[None]).logits[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), target.tokenizer.decode(prompt)
+    # And the long way, step by step, for one chat and one text.
+    for prompt, tokens in (prompts[0], ours[0]), (prompts[-1], ours[-1]):
         ids = torch.tensor(prompt)[None]
         with torch.no_grad():
             right = model.generate(
