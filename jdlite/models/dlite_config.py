@@ -156,9 +156,7 @@ class DLiteConfig:
             if kind.startswith("tuple") and value is not None:
                 whole = isinstance(value, tuple) and all(isinstance(v, int) and v is not True for v in value)
                 if not whole:
-                    raise ConfigError(
-                        f"{field.name} must be a tuple of layer numbers: got {value!r}; write (0, 1, 5), or [0, 1, 5] in YAML."
-                    )
+                    raise ConfigError(f"{field.name} must be a tuple of layer numbers: got {value!r}; write (0, 1, 5).")
 
     @property
     def num_drafts(self) -> int:
@@ -248,8 +246,10 @@ class DLiteConfig:
         missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in values]
         if missing:
             raise ConfigError(f"DLite config fields are missing: {', '.join(missing)}; add them or name a preset.")
-        # JSON and YAML have lists only.
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        for name, value in values.items():
+            if isinstance(value, list):  # JSON and YAML have no tuples
+                values[name] = tuple(value)
+        return cls(**values)
 
     @classmethod
     def for_target(cls, target: DecoderConfig, *, mask_token_id: int, **overrides) -> DLiteConfig:
