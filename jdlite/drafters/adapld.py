@@ -25,6 +25,7 @@ from jdlite.drafters.base import (
     Observation,
     Proposal,
 )
+from jdlite.drafters.distinct import DistinctTokens
 from jdlite.drafters.retrieval import (
     chain_gain,
     copy_span,
@@ -40,8 +41,8 @@ from jdlite.drafters.retrieval import (
 )
 from jdlite.errors import ConfigError
 
-# Positions whose embeddings are gathered at once in the semantic search; bounds the [positions, D] array.
-_SWEEP = 1024
+# Tokens whose embeddings are gathered at once in the semantic search; bounds the [tokens, D] array.
+_SWEEP = 512
 # Prior probability that the r-th best next token of a similar place is right when the copied one is not, and how likely
 # a successor is to follow its branch: read off the paper's step breakdown (13B, code), smoothed.
 _BRANCH_PRIOR = (0.30, 0.15, 0.09, 0.06, 0.05, 0.04, 0.03, 0.025)
@@ -59,12 +60,14 @@ class AdaPLDMemory:
             than the one they are offered for: guesses, never probabilities.
         forward: `[B, S]` int32, index of the forward that committed the token; `[B, 0]` unless `window` is set.
         forwards: `[B]` int32, forwards seen.
+        distinct: the row's distinct tokens, or None where no embeddings are compared.
     """
 
     states: Float[Array, "B S D"]
     top_ids: Int[Array, "B S K"]
     forward: Int[Array, "B W"]
     forwards: Int[Array, " B"]
+    distinct: DistinctTokens | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,7 @@ class AdaPLD(Drafter):
             top_ids=jnp.zeros((batch, capacity, self.num_branches), jnp.int32),
             forward=jnp.zeros((batch, capacity if self.window else 0), jnp.int32),
             forwards=jnp.zeros(batch, jnp.int32),
+            distinct=DistinctTokens.empty(batch, capacity, vocab_size) if self.semantic == "embedding" else None,
         )
 
     def observe(self, memory: AdaPLDMemory, context: Context, observation: Observation) -> AdaPLDMemory:
@@ -176,12 +180,23 @@ class AdaPLD(Drafter):
         if self.window:
             now = jnp.broadcast_to(memory.forwards[:, None], observation.tokens.shape)
             forward = record(forward, now, observation)
+        distinct = memory.distinct
+        if distinct is not None:
+            tokens = observation.committed(observation.tokens)
+            distinct = distinct.add(tokens, observation.start, observation.count)
         return AdaPLDMemory(
             states=record(memory.states, normalise(observation.taps[0]), observation),
             top_ids=record(memory.top_ids, observation.top_ids, observation),
             forward=forward,
             forwards=memory.forwards + (observation.count > 0),
+            distinct=distinct,
         )
+
+    def rollback(self, memory: AdaPLDMemory, lengths: Int[Array, " B"]) -> AdaPLDMemory:
+        if memory.distinct is None:
+            return memory
+        # The token at `lengths - 1` becomes the anchor, which has not been run.
+        return dataclasses.replace(memory, distinct=memory.distinct.rollback(lengths - 1))
 
     def propose(self, memory: AdaPLDMemory, context: Context) -> Proposal:
         tokens, lengths = context.tokens, context.lengths
@@ -247,8 +262,8 @@ class AdaPLD(Drafter):
     ) -> Bool[Array, "B Q S"]:
         """Semantic candidates of each query token: known positions before the anchor that are similar enough."""
         S = context.tokens.shape[1]
-        if self.semantic == "embedding":
-            similarity = _embedding_cosines(context, query_tokens)
+        if memory.distinct is not None:
+            similarity = _embedding_cosines(context, memory.distinct, query_tokens)
         else:
             queries = query_states.astype(memory.states.dtype)
             before = jnp.einsum("bsd,bqd->bqs", memory.states, queries, preferred_element_type=jnp.float32)
@@ -310,21 +325,27 @@ class AdaPLD(Drafter):
         )
 
 
-def _embedding_cosines(context: Context, query_tokens: Int[Array, "B Q"]) -> Float[Array, "B Q S"]:
-    """Cosine of the input embeddings of query tokens and known tokens, swept in blocks up to the longest row."""
+def _embedding_cosines(
+    context: Context, distinct: DistinctTokens, query_tokens: Int[Array, "B Q"]
+) -> Float[Array, "B Q S"]:
+    """Cosine of the input embeddings of each query token and each known token before the anchor.
+
+    Only distinct tokens are compared, in blocks: a long text repeats few of them.
+    """
     B, Q = query_tokens.shape
     S = context.tokens.shape[1]
     block = min(_SWEEP, S)
     queries = normalise(jnp.take(context.embedding, query_tokens, axis=0, mode="clip"))
 
     def sweep(i, cosines):
-        # The last block is shifted left to end at S; slots done twice get the same value.
+        # The last block is shifted left to end at S; members done twice get the same value.
         first = jnp.minimum(i * block, S - block)
-        tokens = jax.lax.dynamic_slice_in_dim(context.tokens, first, block, axis=1)
-        embedded = jnp.take(context.embedding, tokens, axis=0, mode="clip").astype(jnp.float32)
+        ids = jax.lax.dynamic_slice_in_dim(distinct.ids, first, block, axis=1)
+        embedded = jnp.take(context.embedding, ids, axis=0, mode="clip").astype(jnp.float32)
         norms = jnp.sqrt(jnp.maximum(jnp.square(embedded).sum(axis=-1), 1e-24))
         dots = jnp.einsum("bsd,bqd->bqs", embedded, queries, precision="highest")
         return jax.lax.dynamic_update_slice_in_dim(cosines, dots / norms[:, None], first, axis=2)
 
-    blocks = (jnp.max(context.lengths) + block - 1) // block
-    return jax.lax.fori_loop(0, blocks, sweep, jnp.full((B, Q, S), -jnp.inf, jnp.float32))
+    blocks = (jnp.max(distinct.count) + block - 1) // block
+    cosines = jax.lax.fori_loop(0, blocks, sweep, jnp.full((B, Q, S), -jnp.inf, jnp.float32))
+    return distinct.spread(cosines, context.tokens)
