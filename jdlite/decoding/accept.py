@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,43 @@ def sample_and_match(tree: Tree, tokens: Int[Array, "B N"], drawn: Int[Array, "B
     return _follow(tree, tokens == wanted, drawn, path_length)
 
 
+def walk(
+    tree: Tree, tokens: Int[Array, "B N"], draw_at: Callable[[Int[Array, " B"]], Int[Array, " B"]], path_length: int
+) -> Acceptance:
+    """`sample_and_match` one step at a time, drawing only at the nodes that are visited.
+
+    Worth it where a draw costs more than its share of a batched one: processing and drawing over a large vocabulary for
+    each of 40 nodes takes longer than doing so for the few on the path.
+
+    Args:
+        tree: structure of the proposal.
+        tokens: ids of the nodes.
+        draw_at: the target's token after one node of each row.
+        path_length: P, static; at least the largest depth plus one.
+    """
+    B, N = tokens.shape
+    zeros = jnp.zeros((B, path_length), jnp.int32)
+
+    def going(carry):
+        _, _, moving, _, _ = carry
+        return jnp.any(moving)
+
+    def step(carry):
+        depth, node, moving, path, emitted = carry
+        drawn = draw_at(node)
+        here = (jnp.arange(path_length) == depth) & moving[:, None]
+        path, emitted = jnp.where(here, node[:, None], path), jnp.where(here, drawn[:, None], emitted)
+        child = tree.valid & (tree.parents == node[:, None]) & (tokens == drawn[:, None]) & (jnp.arange(N) > 0)
+        moving = moving & jnp.any(child, axis=1)
+        return depth + 1, jnp.where(moving, jnp.argmax(child, axis=1), node).astype(jnp.int32), moving, path, emitted
+
+    start = (jnp.zeros((), jnp.int32), jnp.zeros(B, jnp.int32), jnp.ones(B, bool), zeros, zeros)
+    _, node, _, path, emitted = jax.lax.while_loop(going, step, start)
+    accepted = jnp.take_along_axis(tree.depth, node[:, None], axis=1)[:, 0]
+    on_path = jnp.take_along_axis(tree.ancestors, node[:, None, None], axis=1)[:, 0]
+    return Acceptance(path, accepted, emitted, on_path)
+
+
 def rejection(
     tree: Tree,
     tokens: Int[Array, "B N"],
@@ -99,4 +137,8 @@ def rejection(
     empty = jnp.sum(residual, axis=-1, keepdims=True) <= 0.0
     law = jnp.where(has_child & ~empty, jnp.log(residual), log_p)
     drawn = jnp.argmax(jnp.where(law > -jnp.inf, law + gumbels, -jnp.inf), axis=-1).astype(jnp.int32)
-    return _follow(tree, stepped, drawn, path_length)
+    taken = _follow(tree, stepped, drawn, path_length)
+    # An accepted draft is emitted itself; what was drawn after its parent would have replaced it.
+    drafts = jnp.take_along_axis(tokens, jnp.roll(taken.path, -1, axis=1), axis=1)
+    kept = jnp.arange(path_length) < taken.accepted[:, None]
+    return dataclasses.replace(taken, emitted=jnp.where(kept, drafts, taken.emitted))

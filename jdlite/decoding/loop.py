@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jdlite.decoding import policy
-from jdlite.decoding.accept import Acceptance, rejection, sample_and_match
+from jdlite.decoding.accept import Acceptance, rejection, sample_and_match, walk
 from jdlite.decoding.penalties import History, node_history
 from jdlite.decoding.sampling import (
     ACCEPT,
@@ -165,17 +165,26 @@ def _verify(
     if history is not None:
         history = node_history(history, tokens, tree.ancestors)
     generated = (state.lengths - progress.prompt_lengths)[:, None] + tree.depth
-    processed = processed_logits(logits, sampling, history=history, generated=generated)
-    if proposal.log_q is None:
-        drawn = draw(processed, request.keys, positions + 1, sampling)
-        acceptance = sample_and_match(tree, tokens, drawn, P)
-    else:
+    if proposal.log_q is not None:
+        processed = processed_logits(logits, sampling, history=history, generated=generated)
         keys = request.keys
         each = lambda f: jax.vmap(jax.vmap(f, (None, 0)))(keys, positions)  # noqa: E731
         # Node i is decided on with the noise of its own position, and draws the token of the next.
         uniforms = each(lambda key, at: jax.random.uniform(noise_key(key, at, ACCEPT)))
         noise = each(lambda key, at: gumbel(noise_key(key, at + 1, RESIDUAL), processed.shape[-1]))
         acceptance = rejection(tree, tokens, log_probs(processed, sampling), proposal.log_q[:, :n], uniforms, noise, P)
+    elif sampling.stochastic and n > 1:
+
+        def draw_at(node: Int[Array, " B"]) -> Int[Array, " B"]:
+            at = lambda x: jnp.take_along_axis(x, node.reshape(-1, *[1] * (x.ndim - 1)), axis=1)  # noqa: E731
+            own = None if history is None else history.at_node(node)
+            processed = processed_logits(at(logits), sampling, history=own, generated=at(generated))
+            return draw(processed, request.keys, at(positions) + 1, sampling)[:, 0]
+
+        acceptance = walk(tree, tokens, draw_at, P)
+    else:
+        processed = processed_logits(logits, sampling, history=history, generated=generated)
+        acceptance = sample_and_match(tree, tokens, draw(processed, request.keys, positions + 1, sampling), P)
     pad = lambda x, axis: jnp.pad(x, [(0, N - n if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
     return _Verified(
         acceptance=dataclasses.replace(acceptance, on_path=pad(acceptance.on_path, 1)),
@@ -213,6 +222,8 @@ def decode_round(
             extra_forwards = 1
         # Node at depth d is of use only if d + 1 tokens may still be emitted.
         useful = tree.depth < jnp.minimum(progress.budget, room)[:, None]
+        # A drafter's mistake must not reach a gather: ids outside the vocabulary are no drafts.
+        useful = useful & (proposal.tokens >= 0) & (proposal.tokens < model.config.vocab_size)
         proposal = dataclasses.replace(proposal, valid=tree.valid & useful & active[:, None])
         proposal = dataclasses.replace(proposal, valid=proposal.valid.at[:, 0].set(True))
         tree = dataclasses.replace(tree, valid=proposal.valid)
