@@ -1,0 +1,265 @@
+"""`make demo`: a real chat model decodes real prompts plainly and with a drafter, and both are compared.
+
+The prompts are the project's own (`demo_prompts.jsonl`). Times leave out compilation, and both ways take turns, so that
+a machine that slows down for a while favours neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jdlite import cli
+from jdlite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.table import Table
+
+    from jdlite.decoding.session import Session
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Decode the demo prompts plainly and with a drafter: text, tokens, forwards, tau, speed, and whether both are equal.
+
+    Attributes:
+        target: Hugging Face folder, hub id or .gguf file of a chat model; "demo" fetches SmolLM2-135M-Instruct.
+        drafter: what to compare with plain decoding, as in "pld:num_drafts=5".
+        max_new_tokens: most new tokens of an answer.
+        repeats: timings of each; their median is shown.
+        capacity: tokens that a conversation can hold; one for all prompts, so that everything is compiled once.
+        cache_dir: folder for compiled programs, cost tables and the demo target (default: the user's cache folder).
+    """
+
+    target: str = cli.DEMO
+    drafter: str = "adapld"
+    max_new_tokens: int = 192
+    repeats: int = 3
+    capacity: int = 2048
+    cache_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A conversation to decode.
+
+    Attributes:
+        name: a word or two.
+        turns: what the user says, turn by turn; each is answered before the next.
+        system: system message, or None.
+    """
+
+    name: str
+    turns: tuple[str, ...]
+    system: str | None = None
+
+
+@dataclasses.dataclass
+class Run:
+    """One drafter on one job.
+
+    Attributes:
+        tokens: new tokens of each turn.
+        texts: the answers.
+        prompt_tokens: tokens that were given.
+        forwards: passes of the target in decoding.
+        decode_seconds: of each repeat, decoding alone.
+        total_seconds: of each repeat, prefill included.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str]
+    prompt_tokens: int
+    forwards: int
+    decode_seconds: list[float]
+    total_seconds: list[float]
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of all turns."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def tau(self) -> float:
+        """Tokens per forward; with one row a forward is a round."""
+        return self.new_tokens / max(self.forwards, 1)
+
+
+def read_jobs() -> list[Job]:
+    """The demo prompts that the package ships."""
+    text = importlib.resources.files("jdlite.evaluation").joinpath("demo_prompts.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    return [Job(row["name"], tuple(row["turns"]), row.get("system")) for row in rows]
+
+
+def decode_job(job: Job, target, session: Session, options: Options) -> Run:
+    """Decode all turns of a job on an empty session, once."""
+    import jax
+
+    from jdlite.api import decode_texts
+    from jdlite.conversation import Conversation
+
+    chat = Conversation(target, session)
+    chat.messages = [] if job.system is None else [{"role": "system", "content": job.system}]
+    run = Run([], [], 0, 0, [0.0], [0.0])
+    for turn in job.turns:
+        begin = time.perf_counter()
+        run.prompt_tokens += chat.add({"role": "user", "content": turn}).appended
+        jax.block_until_ready(session.state.cache)
+        middle = time.perf_counter()
+        result = session.decode(stop_ids=[list(target.eos_ids)], max_new_tokens=options.max_new_tokens)
+        end = time.perf_counter()
+        run.decode_seconds[0] += end - middle
+        run.total_seconds[0] += end - begin
+        run.forwards += int(result.stats.forwards)
+        run.tokens.append(result.tokens[0])
+        run.texts += decode_texts(target, result.tokens) or [""]
+        chat.messages = [*chat.messages, {"role": "assistant", "content": run.texts[-1]}]
+    return run
+
+
+def compare(
+    job: Job,
+    target,
+    sessions: Sequence[Callable[[], Session]],
+    options: Options,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[list[Run], bool]:
+    """Run a job with each drafter in turn, `repeats` times.
+
+    Args:
+        job: what to decode.
+        target: the target.
+        sessions: makes an empty session of each drafter; the first is the reference.
+        options: of the demo.
+        show: told (done, total).
+
+    Returns:
+        The runs, one per drafter with the times of all repeats, and whether all of them gave the same tokens.
+    """
+    runs: list[Run] = []
+    identical = True
+    for repeat in range(options.repeats):
+        for i, make in enumerate(sessions):
+            run = decode_job(job, target, make(), options)
+            if repeat == 0:
+                runs.append(run)
+            else:
+                runs[i].decode_seconds += run.decode_seconds
+                runs[i].total_seconds += run.total_seconds
+            identical &= run.tokens == runs[0].tokens
+            show(repeat * len(sessions) + i + 1, options.repeats * len(sessions))
+    return runs, identical
+
+
+def table_of(results: Sequence[tuple[Job, list[Run], bool]], drafter: str) -> Table:
+    """All jobs side by side, and their sums."""
+    from rich.table import Table
+
+    table = Table(title=f"plain decoding and {drafter}, same model, same tokens", show_footer=True)
+    median, total = statistics.median, sum
+    plain, ours = [runs[0] for _, runs, _ in results], [runs[1] for _, runs, _ in results]
+    seconds = [(median(p.decode_seconds), median(o.decode_seconds)) for p, o in zip(plain, ours, strict=True)]
+    whole = [(median(p.total_seconds), median(o.total_seconds)) for p, o in zip(plain, ours, strict=True)]
+    ratio = lambda pairs: total(p for p, _ in pairs) / total(o for _, o in pairs)  # noqa: E731
+    forwards = [total(run.forwards for run in runs) for runs in (plain, ours)]
+    columns = [
+        ("job", "all"),
+        ("prompt\ntokens", total(run.prompt_tokens for run in plain)),
+        ("new\ntokens", total(run.new_tokens for run in plain)),
+        ("forwards\nplain", forwards[0]),
+        (f"forwards\n{drafter}", forwards[1]),
+        ("tau", f"{total(run.new_tokens for run in ours) / forwards[1]:.2f}"),
+        ("seconds\nplain", f"{total(p for p, _ in seconds):.1f}"),
+        (f"seconds\n{drafter}", f"{total(o for _, o in seconds):.1f}"),
+        ("speed\nratio", f"{ratio(seconds):.2f}"),
+        ("ratio with\nprefill", f"{ratio(whole):.2f}"),
+        ("identical", "yes" if all(same for *_, same in results) else "NO"),
+    ]
+    for name, footer in columns:
+        table.add_column(name, footer=str(footer), justify="left" if name == "job" else "right", no_wrap=True)
+    for i, (job, (p, o), same) in enumerate(results):
+        cells: list[Any] = [job.name, p.prompt_tokens, p.new_tokens, p.forwards, o.forwards, f"{o.tau:.2f}"]
+        cells += [f"{seconds[i][0]:.1f}", f"{seconds[i][1]:.1f}", f"{seconds[i][0] / seconds[i][1]:.2f}"]
+        cells += [f"{whole[i][0] / whole[i][1]:.2f}", "yes" if same else "[red]NO[/red]"]
+        table.add_row(*map(str, cells))
+    return table
+
+
+def _demo(options: Options) -> int:
+    from rich.console import Console
+
+    if options.repeats < 1 or options.max_new_tokens < 1:
+        raise ConfigError("--repeats and --max-new-tokens must be at least 1.")
+    from jdlite.decoding.session import Session
+    from jdlite.drafters.registry import make_drafter
+
+    names = ("plain", options.drafter)
+    drafters = [make_drafter(name) for name in names]
+    folder = cli.cache_folder(options.cache_dir)
+    cli.use_compile_cache(folder)
+    target = cli.load_target(options.target, "float32", folder)
+    capacity = min(options.capacity, target.config.max_position)
+    costs = [cli.load_costs(target, drafter, "auto", 1, folder) for drafter in drafters]
+    sessions: list[Callable[[], Session]] = [
+        lambda d=drafter, c=cost: Session(target.model, d, capacity=capacity, costs=c)
+        for drafter, cost in zip(drafters, costs, strict=True)
+    ]
+
+    jobs = read_jobs()
+    short = dataclasses.replace(options, max_new_tokens=2)
+    with cli.stage("Compiling (kept for the next time)") as update:
+        for i, make in enumerate(sessions):
+            update(i, len(sessions))
+            decode_job(Job("warm-up", ("Hello!", "Hello again!")), target, make(), short)
+
+    console = Console(highlight=False)
+    results = []
+    for job in jobs:
+        with cli.stage(f"Decoding: {job.name}") as update:
+            runs, same = compare(job, target, sessions, options, update)
+        results.append((job, runs, same))
+        _show_job(console, *results[-1], names)
+    # Narrower than this the columns of the table would lose their letters.
+    Console(highlight=False, width=max(console.width, 116)).print(table_of(results, options.drafter))
+    console.print(
+        "forwards: passes of the target; tau: tokens per forward. Seconds are medians of "
+        f"{options.repeats}, decoding only, both ways in turn, without compilation.",
+        style="dim",
+    )
+    return 0 if all(same for *_, same in results) else 1
+
+
+def _show_job(console, job: Job, runs: list[Run], same: bool, names: Sequence[str]) -> None:
+    """The conversation and one line per drafter."""
+    console.rule(job.name)
+    for turn, text, tokens in zip(job.turns, runs[0].texts, runs[0].tokens, strict=True):
+        console.print("user: " + turn, style="dim", markup=False)
+        console.print(text + ("" if len(tokens) else "(nothing)"), markup=False)
+    for name, run in zip(names, runs, strict=True):
+        seconds = statistics.median(run.decode_seconds)
+        console.print(
+            f"{name}: {run.new_tokens} tokens, {run.forwards} forwards, tau {run.tau:.2f}, {seconds:.1f} s",
+            style="bold",
+        )
+    ratio = statistics.median(runs[0].decode_seconds) / statistics.median(runs[1].decode_seconds)
+    console.print(f"speed ratio {ratio:.2f}, identical: {'yes' if same else 'NO'}", style="bold")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 0 when all tokens are identical, 1 when not, 2 for bad input."""
+    return cli.run(_demo, Options, arguments, prog="python -m jdlite.evaluation.demo")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
