@@ -47,7 +47,7 @@ TEXTS = [
 @pytest.fixture(scope="module", autouse=True)
 def optimised():
     """Real weights want optimised programs; the rest of the suite saves compile time without."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
