@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jdlite.decoding.policy import Costs
-from jdlite.decoding.sampling import Sampling
+from jdlite.decoding.sampling import GREEDY, Sampling
 from jdlite.decoding.session import Result, Session
 from jdlite.drafters.base import LEXICAL, Context, Drafter, Proposal
 from jdlite.models.config import DecoderConfig
@@ -134,7 +134,7 @@ def session(drafter: Drafter, batch: int, *, model=None, capacity: int = CAPACIT
 def options(
     batch: int,
     *,
-    sampling: Sampling | Sequence[Sampling] = Sampling(),
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
     max_new: int | Sequence[int] = 20,
     stop_ids=None,
     stop_sequences=None,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jdlite.decoding.sampling import Sampling, gumbel, noise_key
+from jdlite.decoding.sampling import GREEDY, Sampling, gumbel, noise_key
 
 LONGEST = 64
 
@@ -79,7 +79,7 @@ def decode(
     prompt: Sequence[int],
     max_new: int,
     *,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     seed: int = 0,
     stream: int = 0,
     stop_id: int | None = None,
