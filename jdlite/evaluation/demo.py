@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Decode the demo prompts plainly and with a drafter: text, tokens, forwards, tau, speed, and whether both are equal.
+    """Decode the demo prompts plainly and with a drafter: the same tokens, in fewer forwards and less time.
 
     Attributes:
         target: Hugging Face folder, hub id or .gguf file of a chat model; "demo" fetches SmolLM2-135M-Instruct.
@@ -212,7 +213,7 @@ def _demo(options: Options) -> int:
     capacity = min(options.capacity, target.config.max_position)
     costs = [cli.load_costs(target, drafter, "auto", 1, folder) for drafter in drafters]
     sessions: list[Callable[[], Session]] = [
-        lambda d=drafter, c=cost: Session(target.model, d, capacity=capacity, costs=c)
+        partial(Session, target.model, drafter, capacity=capacity, costs=cost)
         for drafter, cost in zip(drafters, costs, strict=True)
     ]
 

@@ -1,0 +1,63 @@
+# Everything installs itself into .venv; only Python >= 3.11 and make are needed. `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+# Test files run side by side; raise it on a machine with more cores.
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CREATED := $(VENV)/.created
+RUN := $(VENV)/.installed
+TEST := $(VENV)/.installed-test
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format bench-smoke clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(CREATED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "jdlite needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "$(PYTHON) cannot make virtual environments; install its venv and ensurepip modules (on Debian: python3-venv)." >&2; exit 1; }
+	@touch $@
+
+$(RUN): pyproject.toml constraints.txt | $(CREATED)
+	@echo "Installing jdlite into $(VENV)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(TEST): $(RUN)
+	@echo "Installing what the tests need into $(VENV) (CPU torch included, for parity with transformers)"
+	@$(PIP) --editable '.[test,parity]'
+	@touch $@
+
+install: $(RUN)  ## make .venv with what is needed to run
+
+demo: $(RUN)  ## decode real prompts with a real chat model, plainly and with AdaPLD
+	@VENV=$(VENV) bash scripts/demo.sh $(ARGS)
+
+test: $(TEST)  ## the fast test suite (minutes on two cores)
+	$(PYTEST) -m "not slow and not real_model" $(ARGS)
+
+test-all: $(TEST)  ## all tests: slow ones and those on the real model too
+	$(PYTEST) $(ARGS)
+
+lint: $(TEST)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(TEST)  ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-smoke: $(RUN)  ## the benchmark on one row of each drafter, to see that it runs
+	$(BIN)/python -m jdlite.bench --help > /dev/null
+	$(BIN)/python -m jdlite.bench --target demo --drafters plain,adapld --limit 1 --max-new-tokens 32 $(ARGS)
+
+clean:  ## remove .venv and caches of tools
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,108 @@
+"""The demo on a tiny target: both ways agree, a difference is said and fails, and the table adds up."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from jdlite import cli
+from jdlite.checkpoints.target import load_target
+from jdlite.decoding.policy import Costs
+from jdlite.evaluation import demo
+from tests.tiny_target import save_tiny_target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_target(tmp_path_factory.mktemp("target") / "hf")
+
+
+@pytest.fixture
+def call(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "use_compile_cache", lambda folder: None)
+    monkeypatch.setattr("jdlite.api.measure_costs", lambda model, counts, **options: Costs.typical(counts))
+
+    def call(*arguments):
+        common = ["--target", str(folder), "--cache-dir", str(tmp_path), "--drafter", "pld", "--capacity", "4096"]
+        return demo.main([*common, "--max-new-tokens", "12", *arguments]), *capsys.readouterr()
+
+    return call
+
+
+def test_the_jobs_are_the_four_that_were_promised():
+    jobs = demo.read_jobs()
+    assert [job.name for job in jobs] == ["code edit", "summary with quotes", "agent turn", "follow-up"]
+    assert len(jobs[-1].turns) == 2
+    assert jobs[2].system
+
+
+def test_both_ways_agree(call):
+    status, out, _ = call("--repeats", "2")
+    assert status == 0
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in out.splitlines()]
+    rows = [row for row in rows if len(row) == 11]
+    body = {row[0]: row for row in rows if row[-1] == "yes"}
+    assert list(body) == [*(job.name for job in demo.read_jobs()), "all"]
+    for column in (1, 2, 3, 4):  # prompt tokens, new tokens and forwards add up
+        assert sum(int(row[column]) for row in list(body.values())[:-1]) == int(body["all"][column])
+    for row in body.values():
+        new, plain, ours, tau = int(row[2]), int(row[3]), int(row[4]), float(row[5])
+        assert (plain, round(new / ours, 2)) == (new, tau)
+        assert ours <= plain
+    assert out.count("identical: yes") == 4
+
+
+def test_another_token_fails_the_demo(call, monkeypatch):
+    real, calls = demo.decode_job, []
+
+    def faulty(job, *arguments):
+        run = real(job, *arguments)
+        calls.append(job.name)
+        if calls[-1] == "agent turn" and calls.count("agent turn") == 2:
+            run.tokens[0][-1] += 1
+        return run
+
+    monkeypatch.setattr(demo, "decode_job", faulty)
+    status, out, _ = call("--repeats", "1")
+    assert status == 1
+    assert (out.count("identical: yes"), out.count("identical: NO")) == (3, 1)
+
+
+def test_times_are_medians_and_ratios_of_them():
+    plain = demo.Run([[1, 2], [3]], ["", ""], 5, 3, [9.0, 2.0, 3.0], [4.0, 4.0, 50.0])
+    ours = demo.Run([[1, 2], [3]], ["", ""], 5, 2, [1.5, 1.0, 7.0], [2.0, 2.0, 2.0])
+    assert ours.tau == 1.5
+    console = Console(width=140, record=True, file=SimpleNamespace(write=lambda s: None, flush=lambda: None))
+    console.print(demo.table_of([(demo.Job("j", ("q",)), [plain, ours], True)], "pld"))
+    row = next(line for line in console.export_text().splitlines() if line.startswith("│ j "))
+    assert row.replace("│", " ").split() == ["j", "5", "3", "3", "2", "1.50", "3.0", "1.5", "2.00", "2.00", "yes"]
+
+
+def test_turns_are_answered_in_one_session(folder):
+    target = load_target(folder)
+    options = dataclasses.replace(demo.Options(), max_new_tokens=4, capacity=256)
+    from jdlite.decoding.session import Session
+    from jdlite.drafters.plain import Plain
+
+    session = Session(target.model, Plain(), capacity=256)
+    run = demo.decode_job(demo.Job("two", ("ab", "cd"), system="s"), target, session, options)
+    history = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+    history += [{"role": "assistant", "content": run.texts[0]}, {"role": "user", "content": "cd"}]
+    assert session.tokens[0] == target.encode_chat(history) + run.tokens[1]
+    assert run.forwards == run.new_tokens == len(run.tokens[0]) + len(run.tokens[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--repeats", "0"), "--repeats and --max-new-tokens must be at least 1"),
+        (("--drafter", "magic"), "there is no drafter 'magic'"),
+        (("--capacity", "64"), "the capacity is 64"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence(call, words, sentence):
+    status, out, err = call(*words)
+    assert (status, out) == (2, "")
+    assert [line for line in err.splitlines() if line.startswith("error: ")][0].count(sentence) == 1
