@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import platformdirs
 
 from jdlite.checkpoints.target import Target
@@ -52,8 +53,8 @@ def encode_stops(target: Target, stop: Sequence[str | int | Sequence[int]]) -> t
     with and without a leading space), give both.
     """
     ids, sequences = [], []
-    for item in stop:
-        tokens = [item] if isinstance(item, int) else item
+    for item in [stop] if isinstance(stop, str) else stop:
+        tokens = [item] if isinstance(item, int | np.integer) else item
         if isinstance(tokens, str):
             tokens = list(target.need_tokenizer()(tokens, add_special_tokens=False)["input_ids"])
         if not tokens:
@@ -162,6 +163,8 @@ def decode(
         ConfigError: an option is not usable.
     """
     drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(f"a drafter is a name or a Drafter: got {drafter!r:.60}.")
     rows = [encode_prompt(target, prompt) for prompt in _as_batch(prompts)]
     limit = target.config.max_position
     longest = max(len(row) for row in rows)
@@ -170,9 +173,12 @@ def decode(
             f"a prompt has {longest} tokens but the model's context is {limit}; "
             "shorten the prompt or use another model."
         )
-    budgets = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(budgets) != len(rows):
-        raise ConfigError(f"max_new_tokens must be one number or one per row: got {len(budgets)} for {len(rows)} rows.")
+    budgets = np.asarray(max_new_tokens)
+    if not np.issubdtype(budgets.dtype, np.integer):
+        raise ConfigError(f"max_new_tokens must be whole numbers: got {max_new_tokens!r:.60}.")
+    if budgets.shape not in ((), (len(rows),)):
+        raise ConfigError(f"max_new_tokens must be one number or one per row: got {budgets.size} for {len(rows)} rows.")
+    budgets = np.broadcast_to(budgets, len(rows)).tolist()
     if capacity is None:
         need = max(len(row) + max(new, 0) for row, new in zip(rows, budgets, strict=True))
         capacity = bucket(max(need, drafter.max_depth + 1), limit)
@@ -208,6 +214,8 @@ def decode_texts(target: Target, rows: Sequence[Sequence[int]]) -> list[str] | N
 
 def _as_batch(prompts) -> list:
     """One prompt or a list of prompts, as a list."""
+    if not (isinstance(prompts, Sequence) or hasattr(prompts, "__array__")):
+        raise PromptError(f"a prompt is a text, a list of messages or a list of token ids: got {prompts!r:.60}.")
     if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence)):
         return [prompts]
     if not len(prompts):

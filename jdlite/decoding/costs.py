@@ -86,14 +86,22 @@ def costs_file(folder: Path, model: Decoder, counts: tuple[int, ...], batch: int
 
 
 def load_costs(path: Path) -> Costs | None:
-    """Costs kept in a file, or None where there is none that can be read."""
+    """Costs kept in a file, or None where there is none that can be read and makes sense."""
     try:
         content = json.loads(path.read_text())
         counts = tuple(int(n) for n in content["counts"])
-        fixed, slope = (jnp.asarray(content[name], jnp.float32) for name in ("fixed", "per_token"))
+        fixed, slope = (np.asarray(content[name], np.float32) for name in ("fixed", "per_token"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Costs(fixed, slope, counts) if fixed.shape == slope.shape == (len(counts),) else None
+    sensible = (
+        fixed.shape == slope.shape == (len(counts),)
+        and counts
+        and list(counts) == sorted(set(counts))
+        and np.isfinite([fixed, slope]).all()
+        and (fixed > 0).all()
+        and (slope >= 0).all()
+    )
+    return Costs(jnp.asarray(fixed), jnp.asarray(slope), counts) if sensible else None
 
 
 def save_costs(path: Path, costs: Costs) -> None:

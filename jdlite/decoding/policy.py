@@ -23,6 +23,8 @@ BINS = len(EDGES) + 1
 PRIOR_STRENGTH = 4.0
 # What is remembered of earlier rounds after one more; old evidence fades, so nodes that once failed are tried again.
 MEMORY = 0.98
+# Least path probability of a draft. It is worth verifying where that is free, and float32 sums must show it.
+MIN_GAIN = 1e-4
 NODE_COUNTS = (1, 4, 8, 16, 40)
 
 
@@ -106,13 +108,14 @@ def cells(prior: Float[Array, "B N"], source: Int[Array, "B N"]) -> Int[Array, "
 def calibrate(
     prior: Float[Array, "B N"], cell: Int[Array, "B N"], reliability: Reliability, tree: Tree
 ) -> Float[Array, "B N"]:
-    """Path probability of each node, with priors corrected by what was seen: `[B, N]`, 0 for invalid nodes."""
+    """Path probability of each node, with priors corrected by what was seen: `[B, N]`, at least `MIN_GAIN`, and 0 for
+    invalid nodes."""
     hits = jnp.take_along_axis(reliability.hits, cell, axis=1)
     trials = jnp.take_along_axis(reliability.trials, cell, axis=1)
     each = ((PRIOR_STRENGTH * prior + hits) / (PRIOR_STRENGTH + trials)).at[:, 0].set(1.0)
     log_each = jnp.log(jnp.maximum(each, 1e-12))
     path = jnp.einsum("bij,bj->bi", tree.ancestors.astype(jnp.float32), log_each)
-    return jnp.where(tree.valid, jnp.exp(path), 0.0)
+    return jnp.where(tree.valid, jnp.maximum(jnp.exp(path), MIN_GAIN), 0.0)
 
 
 def choose(

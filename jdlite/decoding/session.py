@@ -93,6 +93,7 @@ class Session:
 
     Raises:
         CapacityError: the capacity does not fit the model or the drafter.
+        ConfigError: the costs are of another drafter, or the prefill chunk is empty.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class Session:
         prefill_chunk: int = 128,
         costs: Costs | None = None,
     ):
+        if prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be at least 1: got {prefill_chunk}; 128 is a good size.")
         self.model, self.drafter = model, drafter
         self.prefill_chunk = prefill_chunk
         self.costs = Costs.free(variants(drafter.max_nodes)) if costs is None else costs
@@ -150,11 +153,9 @@ class Session:
         if len(rows) != self.batch:
             raise PromptError(f"append takes one list per row: got {len(rows)} lists for {self.batch} rows.")
         lengths, V = self.lengths, self.model.config.vocab_size
-        buffer = np.zeros((self.batch, self.capacity), np.int32)
+        buffer, counts = np.zeros((self.batch, self.capacity), np.int32), np.zeros(self.batch, np.int32)
         for b, row in enumerate(rows):
-            ids = np.asarray(row)
-            if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
-                raise PromptError(f"row {b} must be a flat list of integer token ids: got {row!r:.80}.")
+            ids = _token_array(row, b)
             if ids.size and not (ids.min() >= 0 and ids.max() < V):
                 wrong = int(ids[(ids < 0) | (ids >= V)][0])
                 raise PromptError(f"row {b} holds token {wrong}, but ids go from 0 to {V - 1}; check the tokenizer.")
@@ -164,13 +165,13 @@ class Session:
                     "use a larger capacity or a shorter prompt."
                 )
             buffer[b, : ids.size] = ids
-        counts = np.array([len(row) for row in rows], np.int32)
+            counts[b] = ids.size
         self.state = _append(self.model, self.drafter, self.state, buffer, counts, self.prefill_chunk)
 
     def decode(self, **options) -> Result:
         """Decode every row until it stops. Options as in `stream`."""
         result: Result
-        *_, result = self._run(rounds_per_yield=2**31 - 1, **options)  # pyright: ignore[reportAssignmentType]
+        *_, result = self._run(2**31 - 1, *self._prepare(**options))  # pyright: ignore[reportAssignmentType]
         return result
 
     def stream(self, *, rounds_per_yield: int = 4, **options) -> Iterator[list[list[int]] | Result]:
@@ -189,27 +190,34 @@ class Session:
             PromptError: a row is empty.
             ConfigError: an option is not usable.
         """
-        return self._run(rounds_per_yield=rounds_per_yield, **options)
+        if rounds_per_yield < 1:
+            raise ConfigError(f"rounds_per_yield must be at least 1: got {rounds_per_yield}.")
+        return self._run(rounds_per_yield, *self._prepare(**options))
 
-    def _run(
+    def _prepare(
         self,
         *,
-        rounds_per_yield: int,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
         max_new_tokens: int | Sequence[int] = 256,
         stop_ids: Sequence[Sequence[int]] | None = None,
         stop_sequences: Sequence[Sequence[Sequence[int]]] | None = None,
         seed: int | Sequence[int] = 0,
         log_rounds: int = 0,
-    ):
-        if rounds_per_yield < 1:
-            raise ConfigError(f"rounds_per_yield must be at least 1: got {rounds_per_yield}.")
+    ) -> tuple[Request, np.ndarray, int]:
+        """The request, each row's budget and how many rounds to record, checked."""
         begin = self.lengths
         if 0 in begin:
             raise PromptError(f"row {begin.index(0)} is empty; append at least one token before decoding.")
-        budget = np.broadcast_to(np.asarray(max_new_tokens, np.int32), self.batch)
+        budget = np.asarray(max_new_tokens)
+        if budget.shape not in ((), (self.batch,)) or not np.issubdtype(budget.dtype, np.integer):
+            raise ConfigError(
+                f"max_new_tokens must be one number or one per row, whole: got {max_new_tokens!r:.60} "
+                f"for {self.batch} rows."
+            )
         if budget.min() < 0:
             raise ConfigError(f"max_new_tokens must not be negative: got {budget.min()}.")
+        if log_rounds < 0:
+            raise ConfigError(f"log_rounds must not be negative: got {log_rounds}.")
         stops = make_stops(stop_ids, stop_sequences, self.batch)
         request = Request(
             sampling=stack(sampling, self.batch, self.model.config.vocab_size, stops.ids),
@@ -217,6 +225,10 @@ class Session:
             keys=row_keys(seed, self.batch),
             costs=self.costs,
         )
+        return request, np.broadcast_to(np.minimum(budget, 2**31 - 1).astype(np.int32), self.batch), log_rounds
+
+    def _run(self, rounds_per_yield: int, request: Request, budget: np.ndarray, log_rounds: int):
+        begin = self.lengths
         progress = _start(self.model, self.drafter, self.state, request, budget, log_rounds)
         sent = list(begin)
         while True:
@@ -262,9 +274,25 @@ class Session:
 
 def row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     """`[B]` typed keys. One seed gives row b the b-th stream of it; a list gives each row its own seed's stream 0."""
-    if isinstance(seed, int | np.integer):
-        return jax.vmap(partial(jax.random.fold_in, jax.random.key(int(seed))))(jnp.arange(batch))
-    if len(seed) != batch:
-        raise ConfigError(f"seed must be one integer or one per row: got {len(seed)} for {batch} rows.")
-    keys = [jax.random.fold_in(jax.random.key(int(s)), 0) for s in seed]
-    return jnp.stack(keys)
+    seeds = np.asarray(seed)
+    if seeds.shape not in ((), (batch,)) or not np.issubdtype(seeds.dtype, np.integer):
+        got = f"{len(seeds)} for {batch} rows" if seeds.ndim == 1 else f"{seed!r:.60}"
+        raise ConfigError(f"seed must be one integer or one per row: got {got}.")
+    if not seeds.ndim:
+        return jax.vmap(partial(jax.random.fold_in, jax.random.key(int(seeds))))(jnp.arange(batch))
+    return jnp.stack([jax.random.fold_in(jax.random.key(int(s)), 0) for s in seeds])
+
+
+def _token_array(row: Sequence[int], b: int) -> np.ndarray:
+    """A row of token ids as a flat array of integers.
+
+    Raises:
+        PromptError: it is something else.
+    """
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # lists of unequal length
+        ids = np.asarray(None)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise PromptError(f"row {b} must be a flat list of integer token ids: got {row!r:.80}.")
+    return ids

@@ -38,11 +38,6 @@ VARIANTS = [
 ]
 
 
-def drafters():
-    """All of the registry; those that are slow to compile run with the slow tests in their second form."""
-    return [pytest.param(name, id=name) for name in NAMES]
-
-
 def expected(group: str, sampling=None, seed: int = 0):
     sampling = sampling or [Sampling()] * 3
     return [
@@ -58,7 +53,7 @@ def check_stats(result, batch):
         assert (log[:, 2] >= 1).all()
 
 
-@pytest.mark.parametrize("name", drafters())
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy(name):
     drafter = make_drafter(NAMES[name])
     rounds = []
@@ -73,12 +68,10 @@ def test_greedy(name):
         assert sum(rounds) < len(PROMPTS) * 3 * NEW, "drafts are accepted somewhere"
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pld_plus", "suffix", "logit_spec", *VARIANTS)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pld", "pld_plus", "suffix", "logit_spec", *VARIANTS)]
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "adapld", "token_recycling", pytest.param("pld", marks=pytest.mark.slow)] + SLOW
-)
+@pytest.mark.parametrize("name", ["plain", "adapld", "token_recycling", *SLOW])
 def test_sampled(name):
     """Temperature, truncation and penalties mixed over the rows, with the same keys: equal token for token."""
     drafter = make_drafter(NAMES.get(name, name))
@@ -130,7 +123,7 @@ def test_tiny_temperature_is_the_greedy_limit():
         Sampling(temperature=1e-6, top_k=1),
         Sampling(temperature=1, top_k=1),
     ]
-    same = [Sampling(temperature=1e-6, repetition_penalty=1.0)] * 3
+    same = [Sampling(**cold)] * 3
     for sampling in (limit, same):
         result = run(make_drafter("pld"), PROMPTS["random"], max_new=NEW, sampling=sampling)
         assert result.tokens == expected("random")
