@@ -137,7 +137,7 @@ def test_calibration_converges_to_the_true_rate(prior, rate):
 
 
 def test_old_evidence_fades():
-    """A class that failed for long is believed again soon after it succeeds; one that is not tried returns to its prior."""
+    """A class that failed for long is believed again soon after it succeeds; one not tried returns to its prior."""
     priors = jnp.array([[1.0, 0.6]], jnp.float32)
     cell = cells(priors, jnp.zeros((1, 2), jnp.int32))
     tried, active = jnp.array([[False, True]]), jnp.array([True])
