@@ -73,21 +73,27 @@ class Target:
         Raises:
             PromptError: the target has no tokenizer or no chat template, or the template refuses the messages.
         """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **options)
+        # The template writes all special tokens itself.
+        return list(self.need_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options
+    ) -> str:
+        """Text of a conversation in the model's chat format; arguments and errors as in `encode_chat`."""
         tokenizer = self.need_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise PromptError(
                 f"{self.source or 'the target'} has no chat template; give a plain prompt or a chat model."
             )
         try:
-            text = tokenizer.apply_chat_template(
+            return tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         except Exception as error:  # templates raise jinja2's errors and any of Python's
             raise PromptError(
                 f"the chat template cannot format these messages ({error}); check roles and contents."
             ) from error
-        # The template writes all special tokens itself.
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def need_tokenizer(self):
         """The tokenizer.

@@ -164,36 +164,36 @@ def compare(
 
 
 def table_of(results: Sequence[tuple[Job, list[Run], bool]], drafter: str) -> Table:
-    """All jobs side by side, and their sums."""
+    """All jobs side by side, and their sums; narrow enough for a terminal of 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=f"plain decoding and {drafter}, same model, same tokens", show_footer=True)
-    median, total = statistics.median, sum
+    title = f"plain decoding → {drafter}: same model, same tokens"
+    table = Table(title=title, show_footer=True, box=box.SIMPLE, pad_edge=False)
+    median = statistics.median
     plain, ours = [runs[0] for _, runs, _ in results], [runs[1] for _, runs, _ in results]
     seconds = [(median(p.decode_seconds), median(o.decode_seconds)) for p, o in zip(plain, ours, strict=True)]
     whole = [(median(p.total_seconds), median(o.total_seconds)) for p, o in zip(plain, ours, strict=True)]
-    ratio = lambda pairs: total(p for p, _ in pairs) / total(o for _, o in pairs)  # noqa: E731
-    forwards = [total(run.forwards for run in runs) for runs in (plain, ours)]
+    prompt, new = sum(run.prompt_tokens for run in plain), sum(run.new_tokens for run in plain)
+    forwards = [sum(run.forwards for run in runs) for runs in (plain, ours)]
+    sums = [sum(pair[i] for pair in pairs) for pairs in (seconds, whole) for i in (0, 1)]
     columns = [
         ("job", "all"),
-        ("prompt\ntokens", total(run.prompt_tokens for run in plain)),
-        ("new\ntokens", total(run.new_tokens for run in plain)),
-        ("forwards\nplain", forwards[0]),
-        (f"forwards\n{drafter}", forwards[1]),
-        ("tau", f"{total(run.new_tokens for run in ours) / forwards[1]:.2f}"),
-        ("seconds\nplain", f"{total(p for p, _ in seconds):.1f}"),
-        (f"seconds\n{drafter}", f"{total(o for _, o in seconds):.1f}"),
-        ("speed\nratio", f"{ratio(seconds):.2f}"),
-        ("ratio with\nprefill", f"{ratio(whole):.2f}"),
+        ("prompt", prompt),
+        ("new", new),
+        ("forwards", f"{forwards[0]} → {forwards[1]}"),
+        ("tau", f"{new / forwards[1]:.2f}"),
+        ("seconds", f"{sums[0]:.1f} → {sums[1]:.1f}"),
+        ("speed", f"{sums[0] / sums[1]:.2f}"),
+        ("overall", f"{sums[2] / sums[3]:.2f}"),
         ("identical", "yes" if all(same for *_, same in results) else "NO"),
     ]
     for name, footer in columns:
         table.add_column(name, footer=str(footer), justify="left" if name == "job" else "right", no_wrap=True)
-    for i, (job, (p, o), same) in enumerate(results):
-        cells: list[Any] = [job.name, p.prompt_tokens, p.new_tokens, p.forwards, o.forwards, f"{o.tau:.2f}"]
-        cells += [f"{seconds[i][0]:.1f}", f"{seconds[i][1]:.1f}", f"{seconds[i][0] / seconds[i][1]:.2f}"]
-        cells += [f"{whole[i][0] / whole[i][1]:.2f}", "yes" if same else "[red]NO[/red]"]
-        table.add_row(*map(str, cells))
+    for (job, (p, o), same), (slow, fast), (long, short) in zip(results, seconds, whole, strict=True):
+        cells: list[Any] = [job.name, p.prompt_tokens, p.new_tokens, f"{p.forwards} → {o.forwards}", f"{o.tau:.2f}"]
+        cells += [f"{slow:.1f} → {fast:.1f}", f"{slow / fast:.2f}", f"{long / short:.2f}"]
+        table.add_row(*map(str, cells), "yes" if same else "[red]NO[/red]")
     return table
 
 
@@ -225,17 +225,16 @@ def _demo(options: Options) -> int:
             decode_job(Job("warm-up", ("Hello!", "Hello again!")), target, make(), short)
 
     console = Console(highlight=False)
-    results = []
+    results: list[tuple[Job, list[Run], bool]] = []
     for job in jobs:
         with cli.stage(f"Decoding: {job.name}") as update:
             runs, same = compare(job, target, sessions, options, update)
         results.append((job, runs, same))
-        _show_job(console, *results[-1], names)
-    # Narrower than this the columns of the table would lose their letters.
-    Console(highlight=False, width=max(console.width, 116)).print(table_of(results, options.drafter))
+        _show_job(console, job, runs, same, names)
+    console.print(table_of(results, options.drafter))
     console.print(
-        "forwards: passes of the target; tau: tokens per forward. Seconds are medians of "
-        f"{options.repeats}, decoding only, both ways in turn, without compilation.",
+        "prompt, new: tokens. forwards: passes of the target. tau: tokens per forward.\nseconds, speed: decoding; overall: "
+        f"with reading the prompt. Medians of {options.repeats}, both ways in turn, without compilation.",
         style="dim",
     )
     return 0 if all(same for *_, same in results) else 1
@@ -245,7 +244,7 @@ def _show_job(console, job: Job, runs: list[Run], same: bool, names: Sequence[st
     """The conversation and one line per drafter."""
     console.rule(job.name)
     for turn, text, tokens in zip(job.turns, runs[0].texts, runs[0].tokens, strict=True):
-        console.print("user: " + turn, style="dim", markup=False)
+        console.print("user: " + _shortened(turn), style="dim", markup=False)
         console.print(text + ("" if len(tokens) else "(nothing)"), markup=False)
     for name, run in zip(names, runs, strict=True):
         seconds = statistics.median(run.decode_seconds)
@@ -255,6 +254,15 @@ def _show_job(console, job: Job, runs: list[Run], same: bool, names: Sequence[st
         )
     ratio = statistics.median(runs[0].decode_seconds) / statistics.median(runs[1].decode_seconds)
     console.print(f"speed ratio {ratio:.2f}, identical: {'yes' if same else 'NO'}", style="bold")
+
+
+def _shortened(text: str, lines: int = 12) -> str:
+    """The text, or its beginning and its last line where it is long."""
+    all_lines = text.splitlines()
+    if len(all_lines) <= lines:
+        return text
+    left_out = len(all_lines) - lines + 2
+    return "\n".join([*all_lines[: lines - 2], f"[... {left_out} lines ...]", all_lines[-1]])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
