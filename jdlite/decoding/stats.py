@@ -6,9 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jdlite.drafters.base import SOURCES
+
+# In the loop, and as a `Result` holds them.
+Numbers = Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -28,14 +32,14 @@ class Stats:
             tokens emitted. R is 0 unless asked for.
     """
 
-    forwards: Int[Array, ""]
-    rounds: Int[Array, " B"]
-    emitted: Int[Array, " B"]
-    drafted: Int[Array, " B"]
-    accepted_at: Int[Array, "B D"]
-    accepted_from: Int[Array, "B C"]
-    uses: Int[Array, " n"]
-    log: Int[Array, "B R 3"]
+    forwards: Int[Numbers, ""]
+    rounds: Int[Numbers, " B"]
+    emitted: Int[Numbers, " B"]
+    drafted: Int[Numbers, " B"]
+    accepted_at: Int[Numbers, "B D"]
+    accepted_from: Int[Numbers, "B C"]
+    uses: Int[Numbers, " n"]
+    log: Int[Numbers, "B R 3"]
 
     @classmethod
     def zeros(cls, batch: int, path_length: int, variants: int, log_rounds: int = 0) -> Stats:

@@ -97,7 +97,10 @@ def decode(
             return new, "length"
         if len(prompt) + len(new) >= capacity:
             return new, "capacity"
-        x = law(logits_after(model, [*prompt, *new]), sampling, prompt, new)
+        logits = logits_after(model, [*prompt, *new])
+        if stop_id is not None and len(new) < sampling.min_new_tokens:
+            logits[stop_id] = -np.inf
+        x = law(logits, sampling, prompt, new)
         if sampling.temperature > 0:
             x = x + _noise(seed, stream, len(prompt) + len(new), len(x))
         new.append(int(np.argmax(x)))

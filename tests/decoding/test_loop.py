@@ -212,6 +212,26 @@ def test_cache_equals_a_fresh_prefill_after_every_round(value):
     assert (np.asarray(state.lengths) == [len(p) + 24 for p in PROMPTS]).all()
 
 
+def test_prefill_where_chunks_do_not_divide_the_capacity():
+    """Rows up to the full capacity, appended in two parts; the last window of a buffer is shifted, never clamped."""
+    model, capacity = tiny_model(), 45
+    rows = [(text(0)[:45], 38), (text(1)[:44], 1), (text(2)[:9], 8)]
+    state = init_state(model, Plain(), B, capacity)
+    for part in range(2):
+        buffer, counts = np.zeros((B, capacity), np.int32), []
+        for b, (row, first) in enumerate(rows):
+            new = row[:first] if part == 0 else row[first:]
+            buffer[b, : len(new)] = new
+            counts.append(len(new))
+        state = _prefill(model, Plain(), state, jnp.asarray(buffer), jnp.asarray(counts, jnp.int32))
+        for b, (row, first) in enumerate(rows):
+            known = row[:first] if part == 0 else row
+            assert int(state.cache.lengths[b]) == len(known) - 1
+            k, v = oracle.keys_and_values(model, known) if len(known) > 1 else (np.zeros((2, 2, 1, 8)),) * 2
+            np.testing.assert_allclose(state.cache.k[:, b, :, : len(known) - 1], k[:, :, :-1], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(state.cache.v[:, b, :, : len(known) - 1], v[:, :, :-1], rtol=0, atol=1e-5)
+
+
 @jax.jit
 def _tree_logits(model, tokens, tree, state):
     positions = (state.lengths - 1)[:, None] + tree.depth
