@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import tyro
-
-from jdlite.errors import ConfigError, JdliteError
+from jdlite import cli
+from jdlite.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,13 @@ class Arguments:
     """
 
     target: str
-    """Hugging Face folder, hub id or .gguf file of the target."""
+    """Hugging Face folder, hub id or .gguf file of the target; `demo` fetches SmolLM2-135M-Instruct."""
     tasks: str
-    """Files of prompts, separated by commas: jdlite's JSON Lines, Spec-Bench or MT-Bench question.jsonl, HumanEval, MBPP,
-    GSM8K, BFCL multi-turn, agent transcripts, or rows with `prompt` or `tokens`."""
+    """Files of prompts, separated by commas: jdlite's JSON Lines, Spec-Bench or MT-Bench question.jsonl, HumanEval,
+    MBPP, GSM8K, BFCL multi-turn, agent transcripts, or rows with `prompt` or `tokens`."""
     drafters: str = "plain,pld,pld_plus,adapld"
-    """Drafters, separated by commas: name[:option=value,...][@auto|@full]. @full verifies all that is drafted, @auto what
-    pays on this machine."""
+    """Drafters, separated by commas: name[:option=value,...][@auto|@full]. @full verifies all that is drafted, @auto
+    what pays on this machine."""
     batch: str = "1"
     """Batch sizes, separated by commas. Above 1, each row is decoded at its first point only."""
     rows: int = 0
@@ -43,8 +43,8 @@ class Arguments:
     repeats: int = 3
     """Timings of each decode; medians are reported."""
     budget: Literal["auto", "full"] = "auto"
-    """Nodes to verify, for drafters that do not say: auto measures once what forwards cost on this machine, full verifies
-    all."""
+    """Nodes to verify, for drafters that do not say: auto measures once what forwards cost on this machine, full
+    verifies all."""
     temperature: float = 0.0
     """0 is greedy."""
     top_k: int = 0
@@ -64,7 +64,7 @@ class Arguments:
     prefill_chunk: int = 128
     """Tokens of a row per prefill forward."""
     profile_rows: int = 2
-    """Rows of each task on which the parts of a round (propose, observe, forward) are timed by themselves; 0 for none."""
+    """Rows of each task on which the parts of a round (propose, observe, forward) are timed by themselves."""
     peer: Literal["none", "transformers"] = "none"
     """Run transformers' plain and prompt-lookup generation on the same prompts (torch, float32, batch 1)."""
     peer_weights: str | None = None
@@ -77,21 +77,20 @@ class Arguments:
     """Go on with the results file: rows that it holds are not run again."""
     png: Path | None = None
     """Charts."""
+    cache_dir: Path | None = None
+    """Where cost tables, the demo target and compiled programs are kept; by default the user's cache folder."""
     compile_cache: Path | None = None
-    """Folder that keeps compiled programs, so that later runs start sooner; by default in the user's cache folder."""
+    """Folder of compiled programs, which let later runs start sooner; by default inside the cache folder."""
 
 
-def run(arguments: Arguments) -> list[dict[str, Any]]:
-    """The command with its arguments; gives back the summary.
+def _bench(arguments: Arguments) -> None:
+    """The command.
 
     Raises:
         JdliteError: an argument or a file is not usable.
     """
-    import jax
     from rich.console import Console
 
-    from jdlite.api import cache_folder
-    from jdlite.checkpoints.target import load_target
     from jdlite.decoding.sampling import Sampling
     from jdlite.evaluation import report, results
     from jdlite.evaluation.bench import Bench, Options, pending, resolve, split_drafters
@@ -136,20 +135,19 @@ def run(arguments: Arguments) -> list[dict[str, Any]]:
     }
     records = results.load(a.json, settings) if a.json is not None and a.resume else []
 
-    console = Console(stderr=True)
-    say = lambda text: console.log(text, highlight=False)  # noqa: E731
-    _keep_compiled(a.compile_cache or cache_folder() / "compiled")
-    say(f"loading {a.target}")
-    target = load_target(a.target, a.dtype)
+    console = Console(stderr=True, highlight=False, log_path=False)
+    say = lambda text: console.log(text, markup=False)  # noqa: E731
+    folder = cli.cache_folder(a.cache_dir)
+    cli.use_compile_cache(cli.cache_folder(a.compile_cache) if a.compile_cache else folder)
+    target = cli.load_target(a.target, a.dtype, folder)
     peer = None
     if a.peer == "transformers":
-        peer = TransformersPeer(a.peer_weights or a.target, target.eos_ids, threads=a.peer_threads)
-    bench = Bench(target, options, peer=peer, progress=say)
+        peer = TransformersPeer(a.peer_weights or target.source, target.eos_ids, threads=a.peer_threads)
+    bench = Bench(target, options, peer=peer, costs_folder=folder, progress=say)
     jobs = bench.jobs(rows)
     if not jobs:
         raise ConfigError("no row fits; give shorter rows, a larger --max-prompt or a larger --capacity.")
     environment = results.environment()
-    environment["jax_compile_cache"] = str(jax.config.jax_compilation_cache_dir)
     todo = list(pending(jobs, records))
     for number, job in enumerate(todo, 1):
         say(f"job {number} of {len(todo)}: {job.task}, {', '.join(job.ids)}")
@@ -160,10 +158,9 @@ def run(arguments: Arguments) -> list[dict[str, Any]]:
     summary = report.summarise(records)
     Console(width=None if sys.stdout.isatty() else 140).print(report.table(summary))
     for note in bench.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", markup=False)
     if a.png is not None:
         report.draw_charts(summary, a.png)
-    return summary
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -184,33 +181,9 @@ def _first_rows(rows, count: int):
     return kept
 
 
-def _keep_compiled(folder: Path) -> None:
-    """Keep compiled programs in a folder."""
-    import jax
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder for compiled programs cannot be made at {folder} ({error.strerror or error}); "
-            "choose another one with --compile-cache."
-        ) from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 2.0)
-
-
-def main(args: list[str] | None = None) -> int:
-    """Entry point; gives back the exit code."""
-    arguments = tyro.cli(Arguments, prog="python -m jdlite.bench", args=args)
-    try:
-        run(arguments)
-    except JdliteError as error:
-        print(f"jdlite.bench: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("jdlite.bench: stopped; go on with --resume if --json was given.", file=sys.stderr)
-        return 130
-    return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 0, or 2 for bad input."""
+    return cli.run(_bench, Arguments, arguments, prog="python -m jdlite.bench")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from jdlite.api import calibrate, cache_folder, resolve_costs
+from jdlite.api import cache_folder, calibrate, resolve_costs
 from jdlite.checkpoints.target import Target
 from jdlite.decoding.costs import costs_file
 from jdlite.decoding.policy import Costs, variants
@@ -41,18 +42,18 @@ class Options:
         sampling: of all rows.
         seed: of all rows.
         budget: `auto` or `full` for drafters that do not say.
-        capacity: of the cache; by default what the rows of a task need, in steps of a factor of 4, so that few shapes are
-            compiled.
+        capacity: of the cache; by default what the rows of a task need, in steps of a factor of 4, so that few shapes
+            are compiled.
         prefill_chunk: tokens of a row per prefill forward.
         profile_rows: rows of each task and batch size on which the parts of a round are timed.
     """
 
     drafters: tuple[str, ...] = (PLAIN,)
     batches: tuple[int, ...] = (1,)
-    limits: Limits = Limits()
+    limits: Limits = dataclasses.field(default_factory=Limits)
     max_new_tokens: int = 128
     repeats: int = 3
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     seed: int = 0
     budget: str = "auto"
     capacity: int | None = None
@@ -138,6 +139,7 @@ class Bench:
         target: the target.
         options: how.
         peer: another library on the same weights, or None.
+        costs_folder: where measured cost tables are kept; by default the user's cache folder.
         progress: told in words what is being done.
     """
 
@@ -147,6 +149,7 @@ class Bench:
         options: Options,
         *,
         peer: TransformersPeer | None = None,
+        costs_folder: Path | None = None,
         progress: Callable[[str], None] = lambda message: None,
     ):
         self.target, self.options, self.peer, self.progress = target, options, peer, progress
@@ -155,6 +158,7 @@ class Bench:
         resolved = {spec: resolve(spec, options.budget) for spec in options.drafters}
         self.drafters = {spec: drafter for spec, (drafter, _) in resolved.items()}
         self._budgets = {spec: budget for spec, (_, budget) in resolved.items()}
+        self._costs_folder = costs_folder or cache_folder()
         self._costs: dict[int, dict[str, Costs]] = {}
         self._warm: set[tuple] = set()
         self._profiled: dict[tuple, int] = {}
@@ -213,7 +217,8 @@ class Bench:
         request = self._request(job.batch)
         answers: list[list[int]] = [[] for _ in range(job.batch)]
         idle = job.batch - len(job.ids)
-        for at, parts in enumerate(zip(*job.segments, strict=True)):
+        for at in range(len(job.segments[0])):
+            parts = [row[at] for row in job.segments]
             where = f"{job.task} {job.ids[0]}{f' +{len(job.ids) - 1}' if len(job.ids) > 1 else ''}, point {at + 1}"
             new = [history_after(a, s, self.target.eos_ids) for a, s in zip(answers, parts, strict=False)]
             lengths = [have + len(ids) for have, ids in zip(session.lengths, new, strict=False)]
@@ -221,7 +226,7 @@ class Bench:
                 self._note(f"{where} left out: with the answers before it, it is too long")
                 break
             self.progress(f"{where}: prefill of {sum(map(len, new))} tokens")
-            session.append(new + [[0]] * idle if at == 0 else new + [[]] * idle)
+            session.append([*new, *([[0] if at == 0 else []] * idle)])
             session.block()
             if self.peer is not None and job.batch == 1:
                 self.peer.append(new[0])
@@ -243,12 +248,13 @@ class Bench:
                 if self._budgets[spec] == "full" or counts == (1,):
                     tables[spec] = resolve_costs(self.target, drafter, batch, "full")
                     continue
-                path = costs_file(cache_folder(), self.target.model, counts, batch)
+                path = costs_file(self._costs_folder, self.target.model, counts, batch)
                 if not path.exists():
                     self.progress(
                         f"measuring forwards of {counts} nodes once for this machine, model and batch {batch}"
                     )
-                tables[spec] = calibrate(self.target, drafter, batch=batch)
+                tables[spec] = calibrate(self.target, drafter, batch=batch, folder=self._costs_folder)
+                self._note(f"budget auto of {spec}, batch {batch}: {_costs_in_words(tables[spec])}")
             self._costs[batch] = tables
         return self._costs[batch]
 
@@ -309,8 +315,14 @@ class Bench:
         }
 
 
+def _costs_in_words(costs: Costs) -> str:
+    at = {n: float(cost) for n, cost in zip(costs.counts, costs.fixed, strict=True)}
+    listed = ", ".join(f"{n} nodes {cost:.2f}" for n, cost in at.items())
+    return f"a forward costs, measured on this machine, in plain steps: {listed}"
+
+
 def _capacity(items, max_new_tokens: int, limit: int) -> int:
-    """Capacity for rows of one task: powers of 4 from 256 on, so that few shapes are compiled, never above the model's."""
+    """Capacity for rows of one task: 256, 1024, 4096, ..., so that few shapes are compiled, never above the model's."""
     need = 0
     for _, found in items:
         total = sum(len(segment.tokens) for segment in found)

@@ -1,4 +1,4 @@
-"""Several drafters on one target: one prefill that all of them observe, and decoding with each from the same history."""
+"""Several drafters on one target: one prefill that all of them observe, and decoding from the same history."""
 
 from __future__ import annotations
 
@@ -134,10 +134,9 @@ class SharedSession:
     ):
         self.model, self.drafters, self.costs = model, dict(drafters), dict(costs)
         for name, drafter in self.drafters.items():
-            if self.costs[name].counts != variants(drafter.max_nodes):
-                raise ConfigError(
-                    f"the costs of {name} must be for {variants(drafter.max_nodes)} nodes: got {self.costs[name].counts}."
-                )
+            counts = variants(drafter.max_nodes)
+            if self.costs[name].counts != counts:
+                raise ConfigError(f"the costs of {name} must be for {counts} nodes: got {self.costs[name].counts}.")
         self._session = Session(
             model,
             Broadcast(tuple(self.drafters.values()), model.config.num_layers),

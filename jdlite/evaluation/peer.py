@@ -1,7 +1,7 @@
 """transformers' own generation on the same prompts and weights, for the same table as jdlite's drafters.
 
-Prefill is done outside of the timing, as for jdlite: all tokens but the newest are run into a cache, and `generate` goes
-on from there, so that its forwards are decode forwards only.
+Prefill is done outside of the timing, as for jdlite: all tokens but the newest are run into a cache, and `generate`
+goes on from there, so that its forwards are decode forwards only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results of a benchmark on disk: one JSON file, rewritten whole after every job, so that a stopped run loses nothing."""
+"""Results of a benchmark on disk: one JSON file, rewritten whole after every job, so a stopped run loses nothing."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ decoded with a live cache, and is refused.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from jdlite.checkpoints.target import Target
@@ -135,7 +136,7 @@ def _own_answers(messages: Sequence[Message], target: Target) -> Iterator[Segmen
     given: list[Message] = list(messages[: places[0]])
     text = target.render_chat(given)
     yield Segment(_encode(text, target))
-    for before, place in zip(places, places[1:], strict=False):
+    for before, place in itertools.pairwise(places):
         given += [{"role": "assistant", "content": _PLACEHOLDER}, *messages[before:place]]
         longer = target.render_chat(given)
         yield Segment(_encode(_appended(longer, text + _PLACEHOLDER, target), target), after_answer=True)

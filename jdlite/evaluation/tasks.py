@@ -6,6 +6,7 @@ A `Row` is a conversation (or a plain text, or ready token ids) at one or more p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -170,10 +171,8 @@ def _content(message: Mapping) -> str:
         function = call.get("function", call)
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
+            with contextlib.suppress(json.JSONDecodeError):  # models may write what is not JSON; it stays as it is
                 arguments = json.loads(arguments)
-            except json.JSONDecodeError:
-                pass  # some models write arguments that are not JSON; kept as they are
         body = json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
         written.append(f"<tool_call>\n{body}\n</tool_call>")
     return "\n".join(written)
