@@ -86,7 +86,7 @@ class Stats:
         nodes = jnp.sum(verified, axis=1, dtype=jnp.int32)
         here = jnp.arange(1, P) <= drafts[:, None]
         sources = jax.nn.one_hot(jnp.take_along_axis(source, path[:, 1:], axis=1), len(SOURCES), dtype=jnp.int32)
-        log = self.log
+        log, uses = jnp.asarray(self.log), jnp.asarray(self.uses)
         if log.shape[1]:
             record = jnp.stack([nodes, accepted, kept], axis=1)
             at = jnp.where(active, self.rounds, log.shape[1])
@@ -98,6 +98,6 @@ class Stats:
             drafted=self.drafted + one * (nodes - 1),
             accepted_at=self.accepted_at + here,
             accepted_from=self.accepted_from + jnp.sum(sources * here[..., None], axis=1),
-            uses=self.uses.at[variant].add(1),
+            uses=uses.at[variant].add(1),
             log=log,
         )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdlite.decoding.accept import rejection, sample_and_match
+from jdlite.decoding.accept import rejection, sample_and_match, walk
 from jdlite.decoding.tree import Tree
 from tests.decoding.test_tree import B, N, rows
 
@@ -20,7 +20,7 @@ match = jax.jit(lambda parents, valid, tokens, drawn: sample_and_match(
 reject = jax.jit(rejection, static_argnames="path_length")
 
 
-def walk(parents, valid, tokens, drawn) -> tuple[list[int], list[int]]:
+def descend(parents, valid, tokens, drawn) -> tuple[list[int], list[int]]:
     """Longest path of matching nodes (lowest index among equals), by trying every way down; nodes and new tokens."""
 
     def deepest(node: int) -> list[int]:
@@ -43,7 +43,7 @@ def test_sample_and_match_is_the_walk(batch, seed, vocab):
     tokens, drawn = (rng.integers(0, vocab, (B, N)).astype(np.int32) for _ in range(2))
     got = match(parents.astype(np.int32), valid, tokens, drawn)
     for b in range(B):
-        path, emitted = walk(parents[b], valid[b], tokens[b], drawn[b])
+        path, emitted = descend(parents[b], valid[b], tokens[b], drawn[b])
         accepted = int(got.accepted[b])
         assert accepted == len(path) - 1
         assert np.asarray(got.emitted[b])[: accepted + 1].tolist() == emitted
@@ -55,6 +55,44 @@ def test_sample_and_match_is_the_walk(batch, seed, vocab):
             assert tokens[b, node] == drawn[b, above]
         assert set(np.flatnonzero(got.on_path[b])) == set(nodes)
         assert not np.asarray(got.path[b])[accepted + 1 :].any()
+
+
+@jax.jit
+def stepwise(parents, valid, tokens, drawn):
+    def draw_at(node):
+        return jnp.take_along_axis(drawn, node[:, None], axis=1)[:, 0]
+
+    return walk(Tree.from_parents(parents, valid), tokens, draw_at, N)
+
+
+@given(batch=st.lists(rows(), min_size=B, max_size=B), seed=st.integers(0, 2**31 - 1), vocab=st.integers(1, 4))
+def test_stepwise_walk(batch, seed, vocab):
+    """Node by node: a way down that ends where no child matches, and the same as at once where siblings differ."""
+    rng = np.random.default_rng(seed)
+    parents, valid = (np.array(x) for x in zip(*batch, strict=True))
+    tokens, drawn = (rng.integers(0, vocab, (B, N)).astype(np.int32) for _ in range(2))
+    got = stepwise(parents.astype(np.int32), valid, tokens, drawn)
+    whole = match(parents.astype(np.int32), valid, tokens, drawn)
+    for b in range(B):
+        accepted = int(got.accepted[b])
+        nodes = np.asarray(got.path[b])[: accepted + 1].tolist()
+        assert nodes[0] == 0
+        for above, node in itertools.pairwise(nodes):
+            assert parents[b, node] == above
+            assert valid[b, node]
+            assert tokens[b, node] == drawn[b, above]
+        assert np.asarray(got.emitted[b])[: accepted + 1].tolist() == drawn[b, nodes].tolist()
+        assert set(np.flatnonzero(got.on_path[b])) == set(nodes)
+        last = nodes[-1]
+        assert not any(
+            parents[b, i] == last and valid[b, i] and tokens[b, i] == drawn[b, last] for i in range(1, N)
+        )  # fmt: skip
+        siblings = [(parents[b, i], tokens[b, i]) for i in range(1, N)]
+        if len(set(siblings)) == len(siblings):
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
+                keep = accepted + 1 if one.ndim > 1 and one.shape[1] == N and one.dtype == jnp.int32 else None
+                np.testing.assert_array_equal(one[b] if one.ndim == 1 else one[b, :keep],
+                                              other[b] if one.ndim == 1 else other[b, :keep])  # fmt: skip
 
 
 # Rejection.

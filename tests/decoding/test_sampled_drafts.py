@@ -105,7 +105,7 @@ def p_value(found, depth: int) -> float:
 
 def test_law_is_the_targets():
     """First token, pairs (the second given the first) and triples; and the drafts do matter."""
-    found, share = texts(Dice(), 6)
+    found, share = texts(Dice(), 20)
     assert 0.1 < share < 0.95
     for depth in (1, 2, 3):
         assert p_value(found, depth) > 1e-3
