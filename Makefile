@@ -55,9 +55,9 @@ format: $(TEST)  ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-smoke: $(RUN)  ## the benchmark on one row of each drafter, to see that it runs
-	$(BIN)/python -m jdlite.bench --help > /dev/null
-	$(BIN)/python -m jdlite.bench --target demo --drafters plain,adapld --limit 1 --max-new-tokens 32 $(ARGS)
+bench-smoke: $(RUN)  ## the benchmark on one short row, to see that it runs
+	$(BIN)/python -m jdlite.bench --target demo --tasks tests/smoke.jsonl --drafters plain,pld --max-new-tokens 16 \
+	  --repeats 1 --profile-rows 0 $(ARGS)
 
 clean:  ## remove .venv and caches of tools
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,7 +1,5 @@
 """Text from tokens that arrive in pieces, and chats whose session equals a fresh one after every turn."""
 
-import os
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -66,6 +64,11 @@ def new_chat(target, capacity=512):
     return Conversation(target, Session(target.model, PromptLookup(), capacity=capacity))
 
 
+def common(a, b):
+    """Length of the common beginning."""
+    return max(n for n in range(min(len(a), len(b)) + 1) if a[:n] == b[:n])
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -77,7 +80,7 @@ def test_every_turn_equals_a_fresh_session(target):
         sync = chat.add(user(text))
         right = target.encode_chat(chat.messages)
         assert chat.session.tokens[0] == right
-        kept = len(os.path.commonprefix([before, right]))
+        kept = common(before, right)
         assert sync == Sync(kept=kept, dropped=len(before) - kept, appended=len(right) - kept)
         fresh = new_chat(target)
         fresh.session.append([right])
@@ -100,8 +103,12 @@ def test_undo_goes_back_to_before_the_question(target):
     list(chat.reply(max_new_tokens=4))
     assert chat.undo()
     assert chat.messages == messages
-    kept = chat.session.tokens[0]
-    assert kept == before[: len(kept)]
+    # Between turns the template may close the answer that the session left open.
+    history = target.encode_chat(messages, add_generation_prompt=False)
+    kept = chat.session.lengths[0]
+    assert chat.session.tokens[0] == history[:kept]
+    if target.tokenizer.chat_template != REWRITING_CHAT:
+        assert kept >= common(before, history)
     chat.add(user("three"))
     assert chat.session.tokens[0] == target.encode_chat(chat.messages)
     assert chat.undo()

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -231,8 +232,6 @@ def test_a_bad_line_is_named(call, tmp_path, name):
 
 def refused(called, sentence):
     """One sentence on stderr that fits the pattern, nothing on stdout, status 2."""
-    import re
-
     status, out, err = called
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert (status, out, len(errors)) == (2, "", 1), err

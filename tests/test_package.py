@@ -90,6 +90,7 @@ def folder(tmp_path_factory):
     return save_tiny_target(tmp_path_factory.mktemp("target") / "hf")
 
 
+@pytest.mark.slow  # AdaPLD's five widths are compiled in each
 @pytest.mark.parametrize("index", range(3))
 def test_readme_examples_run(index, folder, monkeypatch, capsys):
     """As they stand, with a tiny target in the place of the demo target."""

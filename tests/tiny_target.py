@@ -1,4 +1,4 @@
-"""A complete tiny target: random weights, a byte-level tokenizer and a chat template, in a folder like any checkpoint."""
+"""A complete tiny target in a folder like any checkpoint: random weights, a byte-level tokenizer, a chat template."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ class Options:
 
     target: str = cli.DEMO
     drafter: str = "adapld"
-    max_new_tokens: int = 192
+    max_new_tokens: int = 160
     repeats: int = 3
-    capacity: int = 2048
+    capacity: int = 1024
     cache_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
 
 
@@ -169,7 +169,7 @@ def table_of(results: Sequence[tuple[Job, list[Run], bool]], drafter: str) -> Ta
     from rich.table import Table
 
     title = f"plain decoding → {drafter}: same model, same tokens"
-    table = Table(title=title, show_footer=True, box=box.SIMPLE, pad_edge=False)
+    table = Table(title=title, show_footer=True, box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     median = statistics.median
     plain, ours = [runs[0] for _, runs, _ in results], [runs[1] for _, runs, _ in results]
     seconds = [(median(p.decode_seconds), median(o.decode_seconds)) for p, o in zip(plain, ours, strict=True)]
@@ -181,9 +181,9 @@ def table_of(results: Sequence[tuple[Job, list[Run], bool]], drafter: str) -> Ta
         ("job", "all"),
         ("prompt", prompt),
         ("new", new),
-        ("forwards", f"{forwards[0]} → {forwards[1]}"),
+        ("forwards", f"{forwards[0]}→{forwards[1]}"),
         ("tau", f"{new / forwards[1]:.2f}"),
-        ("seconds", f"{sums[0]:.1f} → {sums[1]:.1f}"),
+        ("seconds", f"{sums[0]:.1f}→{sums[1]:.1f}"),
         ("speed", f"{sums[0] / sums[1]:.2f}"),
         ("overall", f"{sums[2] / sums[3]:.2f}"),
         ("identical", "yes" if all(same for *_, same in results) else "NO"),
@@ -191,8 +191,8 @@ def table_of(results: Sequence[tuple[Job, list[Run], bool]], drafter: str) -> Ta
     for name, footer in columns:
         table.add_column(name, footer=str(footer), justify="left" if name == "job" else "right", no_wrap=True)
     for (job, (p, o), same), (slow, fast), (long, short) in zip(results, seconds, whole, strict=True):
-        cells: list[Any] = [job.name, p.prompt_tokens, p.new_tokens, f"{p.forwards} → {o.forwards}", f"{o.tau:.2f}"]
-        cells += [f"{slow:.1f} → {fast:.1f}", f"{slow / fast:.2f}", f"{long / short:.2f}"]
+        cells: list[Any] = [job.name, p.prompt_tokens, p.new_tokens, f"{p.forwards}→{o.forwards}", f"{o.tau:.2f}"]
+        cells += [f"{slow:.1f}→{fast:.1f}", f"{slow / fast:.2f}", f"{long / short:.2f}"]
         table.add_row(*map(str, cells), "yes" if same else "[red]NO[/red]")
     return table
 
@@ -233,7 +233,8 @@ def _demo(options: Options) -> int:
         _show_job(console, job, runs, same, names)
     console.print(table_of(results, options.drafter))
     console.print(
-        "prompt, new: tokens. forwards: passes of the target. tau: tokens per forward.\nseconds, speed: decoding; overall: "
+        "prompt, new: tokens. forwards: passes of the target. tau: tokens per forward.\n"
+        "seconds, speed: decoding; overall: "
         f"with reading the prompt. Medians of {options.repeats}, both ways in turn, without compilation.",
         style="dim",
     )
