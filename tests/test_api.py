@@ -142,9 +142,9 @@ def test_buckets_are_few_and_close():
 
 
 def test_capacity_of_choice(target):
-    exact = decode(target, [1] * 10, capacity=10 + NEW, use_eos=False)
+    exact = decode(target, [1] * 6, capacity=6 + NEW, use_eos=False)
     assert exact.finish_reasons == ["length"]
-    short = decode(target, [1] * 10, capacity=12, use_eos=False)
+    short = decode(target, [1] * 10, capacity=6 + NEW, use_eos=False)
     assert (short.tokens[0], short.finish_reasons[0]) == right([1] * 10, capacity=12)
 
 

@@ -127,13 +127,10 @@ def test_a_row_does_not_depend_on_its_neighbours():
     assert first.tokens[0] == oracle.decode(tiny_model(), rows[0], NEW, sampling=MIXED[0], seed=11, stream=0)[0]
 
 
+@pytest.mark.slow
 def test_tiny_temperature_is_the_greedy_limit():
-    limit = [
-        Sampling(temperature=1e-6, top_p=0.999),
-        Sampling(temperature=1e-6, top_k=1),
-        Sampling(temperature=1, top_k=1),
-    ]
-    same = [Sampling(**cold)] * 3
-    for sampling in (limit, same):
+    cold = {"temperature": 1e-6}
+    limit = [Sampling(**cold, top_p=0.999), Sampling(**cold, top_k=1), Sampling(temperature=1, top_k=1)]
+    for sampling in (limit, [Sampling(**cold)] * 3):
         result = run(make_drafter("pld"), PROMPTS["random"], max_new=NEW, sampling=sampling)
         assert result.tokens == expected("random")
