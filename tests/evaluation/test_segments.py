@@ -41,7 +41,7 @@ def test_transcript_points_stand_before_each_assistant_message_and_at_the_end():
 def test_each_history_is_the_fresh_encoding_of_the_messages_before_it():
     t = target()
     found = segments(Row(id="a", task="t", messages=MESSAGES), t)
-    histories = list(itertools.accumulate((list(s.tokens) for s in found)))
+    histories = list(itertools.accumulate(list(s.tokens) for s in found))
     assert histories == [t.encode_chat(MESSAGES[:n]) for n in (2, 4, 6)]
 
 

@@ -89,7 +89,11 @@ def test_bfcl_with_reference_calls_in_a_file_beside(tmp_path):
 
 def test_tau_bench_tool_calls_become_text(tmp_path):
     call = {"id": "c", "type": "function", "function": {"name": "get_user", "arguments": '{"id": "é"}'}}
-    turns = [user("hi"), {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "{}"}]
+    turns = [
+        user("hi"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "{}"},
+    ]
     [row] = read_rows(write(tmp_path, {"task_id": 3, "trial": 1, "reward": 1.0, "traj": turns}))
     assert row.id == "3-1"
     assert row.messages[1] == assistant('<tool_call>\n{"name": "get_user", "arguments": {"id": "é"}}\n</tool_call>')
