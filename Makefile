@@ -6,7 +6,7 @@ WORKERS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 CREATED := $(VENV)/.created
 RUN := $(VENV)/.installed
 TEST := $(VENV)/.installed-test

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import os
 import platform
 import sys
@@ -62,6 +63,7 @@ def run(
         description=description or inspect.cleandoc(options.__doc__ or "").partition("\n\nAttributes:")[0],
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
     )
+    logging.getLogger("transformers").addFilter(_is_not_advice)
     try:
         return command(chosen) or 0
     except JdliteError as error:
@@ -74,6 +76,11 @@ def run(
         # The reader (`head`, a pager) has left; point stdout elsewhere so that the interpreter's last flush is quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    """Drops transformers' advice to install PyTorch: only its tokenizers are used."""
+    return "PyTorch was not found" not in record.getMessage()
 
 
 def fail(error: Exception) -> None:

@@ -235,7 +235,8 @@ def _demo(options: Options) -> int:
     console.print(
         "prompt, new: tokens. forwards: passes of the target. tau: tokens per forward.\n"
         "seconds, speed: decoding; overall: "
-        f"with reading the prompt. Medians of {options.repeats}, both ways in turn, without compilation.",
+        f"with reading the prompt. Medians of {options.repeats}, both ways in turn, without compilation.\n"
+        "The demo model is a very small one: look at the speed, not at what it says.",
         style="dim",
     )
     return 0 if all(same for *_, same in results) else 1
@@ -246,7 +247,8 @@ def _show_job(console, job: Job, runs: list[Run], same: bool, names: Sequence[st
     console.rule(job.name)
     for turn, text, tokens in zip(job.turns, runs[0].texts, runs[0].tokens, strict=True):
         console.print("user: " + _shortened(turn), style="dim", markup=False)
-        console.print(text + ("" if len(tokens) else "(nothing)"), markup=False)
+        console.print("assistant: " + (text if tokens else "(nothing)"), markup=False)
+        console.print()
     for name, run in zip(names, runs, strict=True):
         seconds = statistics.median(run.decode_seconds)
         console.print(
