@@ -219,7 +219,8 @@ class Bench:
         idle = job.batch - len(job.ids)
         for at in range(len(job.segments[0])):
             parts = [row[at] for row in job.segments]
-            where = f"{job.task} {job.ids[0]}{f' +{len(job.ids) - 1}' if len(job.ids) > 1 else ''}, point {at + 1}"
+            others = f" and {len(job.ids) - 1} more" if job.ids[1:] else ""
+            where = f"{job.task} {job.ids[0]}{others}, point {at + 1}"
             new = [history_after(a, s, self.target.eos_ids) for a, s in zip(answers, parts, strict=False)]
             lengths = [have + len(ids) for have, ids in zip(session.lengths, new, strict=False)]
             if max(lengths) + self.options.max_new_tokens > job.capacity:
