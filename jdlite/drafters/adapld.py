@@ -77,8 +77,7 @@ class AdaPLD(Drafter):
     1. *Lexical*: positions that hold the anchor's token. 2. *Semantic*, where there is none: positions whose token has
     an input embedding of cosine `threshold` or more with the anchor's. 3. The best candidate j is the one whose state
     before it has the highest cosine with the state before the anchor (ties: the earliest). 4. Tree: on a lexical hit
-    the
-    L tokens after j as a chain; K branches, the target's most likely tokens after j; on a semantic hit one successor
+    the L tokens after j as a chain; K branches, the target's most likely tokens after j; on a semantic hit one successor
     per branch, found by the same retrieval with the branch's token. A row without any hit drafts nothing.
 
     The first token of a row has no state before it and is never a candidate.
@@ -94,7 +93,8 @@ class AdaPLD(Drafter):
         context: variant: how many tokens up to and including the anchor's must match on a lexical hit (1: the paper).
         semantic: "embedding" is the paper's signal; variant "hidden" compares the states before, with no embedding.
         window: variant: semantic hits only among tokens committed by the last `window` forwards; None searches all.
-        top_delta: variant: keep only that many positions with the highest semantic similarity; None keeps all.
+        top_delta: variant: keep that many positions with the highest semantic similarity, and those that tie with the
+            last of them (equal tokens do); None keeps all.
         successor_source: "retrieval" as in the paper; variant "forward" takes each branch's successor from one extra
             pass of the target over all branches, which counts as a forward.
     """

@@ -112,7 +112,8 @@ class Proposal:
             choose how many nodes are worth verifying; ignored for invalid nodes.
         source: `[B, N]` int32, index into `SOURCES`.
         log_q: `[B, N, V]` float32 or None. If given the proposal is a chain, node i was *sampled* from
-            `exp(log_q[b, i])`, and acceptance is by exact rejection; otherwise by sample and match.
+            `exp(log_q[b, i])`, and acceptance is by exact rejection; otherwise by sample and match. `gain` and `valid`
+            must then not depend on the tokens drawn: dropping unlikely drafts before verification would bend the law.
     """
 
     tokens: Int[Array, "B N"]
