@@ -77,8 +77,8 @@ class AdaPLD(Drafter):
     1. *Lexical*: positions that hold the anchor's token. 2. *Semantic*, where there is none: positions whose token has
     an input embedding of cosine `threshold` or more with the anchor's. 3. The best candidate j is the one whose state
     before it has the highest cosine with the state before the anchor (ties: the earliest). 4. Tree: on a lexical hit
-    the L tokens after j as a chain; K branches, the target's most likely tokens after j; on a semantic hit one successor
-    per branch, found by the same retrieval with the branch's token. A row without any hit drafts nothing.
+    the L tokens after j as a chain; K branches, the target's most likely tokens after j; on a semantic hit one
+    successor per branch, found by the same retrieval with the branch's token. A row without any hit drafts nothing.
 
     The first token of a row has no state before it and is never a candidate.
 
