@@ -19,8 +19,8 @@ from jdlite.drafters.base import SOURCES
 # Upper edges of the classes that priors are sorted into; finer where branches of low probability differ.
 EDGES = (0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BINS = len(EDGES) + 1
-# A prior counts as this many observed trials.
-PRIOR_STRENGTH = 4.0
+# A prior counts as this many observed trials: few, since no prior knows how repetitive a text is.
+PRIOR_STRENGTH = 1.0
 # What is remembered of earlier rounds after one more; old evidence fades, so nodes that once failed are tried again.
 MEMORY = 0.98
 # Least path probability of a draft. It is worth verifying where that is free, and float32 sums must show it.
