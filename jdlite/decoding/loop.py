@@ -228,8 +228,9 @@ def decode_round(
         proposal = dataclasses.replace(proposal, valid=proposal.valid.at[:, 0].set(True))
         tree = dataclasses.replace(tree, valid=proposal.valid)
 
-        cell = policy.cells(policy.conditional(proposal.gain, tree), proposal.source)
-        gain = policy.calibrate(policy.conditional(proposal.gain, tree), cell, state.reliability, tree)
+        prior = policy.conditional(proposal.gain, tree)
+        cell = policy.cells(prior, proposal.source)
+        gain = policy.calibrate(prior, cell, state.reliability, tree)
         proposal = dataclasses.replace(proposal, gain=gain)
         if proposal.log_q is None:
             proposal, cell = order_by_gain(proposal, cell)

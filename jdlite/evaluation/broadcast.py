@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdlite.decoding import loop
 from jdlite.decoding.policy import Costs, Reliability, variants
-from jdlite.decoding.session import Session
-from jdlite.decoding.state import DecodeState, Progress, Request, context
+from jdlite.decoding.session import Session, _rounds, _start
+from jdlite.decoding.state import DecodeState, Request, context
 from jdlite.decoding.stats import Stats
 from jdlite.decoding.stops import Finish
 from jdlite.drafters.base import Context, Drafter, Needs, Observation
@@ -70,16 +68,6 @@ class Broadcast(Drafter, static=False):
 
     def rollback(self, memory: tuple, lengths) -> tuple:
         return tuple(d.rollback(own, lengths) for d, own in zip(self.drafters, memory, strict=True))
-
-
-@partial(jax.jit)
-def _start(model, drafter, state: DecodeState, request: Request, budget) -> Progress:
-    return loop.start(model, drafter, state, request, budget)
-
-
-@partial(jax.jit, donate_argnames=("state", "progress"))
-def _rounds(model, drafter, state: DecodeState, request: Request, progress: Progress, max_rounds):
-    return loop.decode_rounds(model, drafter, state, request, progress, max_rounds)
 
 
 @jax.jit
@@ -199,7 +187,7 @@ class SharedSession:
         drafter, begin = self.drafters[name], self.lengths
         request = dataclasses.replace(request, costs=self.costs[name])
         state: Any = self.lend(name)
-        progress = _start(self.model, drafter, state, request, np.asarray(budget, np.int32))
+        progress = _start(self.model, drafter, state, request, np.asarray(budget, np.int32), 0)
         jax.block_until_ready((state, progress))
         started = time.perf_counter()
         state, progress = _rounds(self.model, drafter, state, request, progress, np.int32(max_rounds))
