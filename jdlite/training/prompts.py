@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +23,9 @@ class PromptsConfig:
     Attributes:
         path: JSON Lines; each row has `messages` and may have `tools`.
         on_error: what to do with a malformed row: `fail` or `skip` (skipped rows are counted).
-        turns: which assistant turns of a transcript the target answers anew: the `last` one, or `each` one in its place,
-            with the transcript's own turns before it. A conversation that ends with another role is answered at its end.
+        turns: which assistant turns of a transcript the target answers anew: the `last` one, or `each` one in its
+            place, with the transcript's own turns before it. A conversation that ends with another role is answered at
+            its end.
         limit: read no more than this many rows.
     """
 
@@ -156,21 +156,13 @@ def tasks(prompts: Sequence[Prompt], turns: Turns = "last") -> list[Task]:
 def _tasks_of(prompt: Prompt, turns: Turns) -> Iterator[Task]:
     messages = prompt.messages
     # A turn can only be answered when somebody spoke before.
-    places = [
-        i
-        for i, m in enumerate(messages)
-        if m["role"] == "assistant" and any(_asks(earlier) for earlier in messages[:i])
-    ]
+    asked = next((i for i, message in enumerate(messages) if _asks(message)), len(messages))
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > asked]
     if messages[-1]["role"] != "assistant":
         places.append(len(messages))
     for place in places if turns == "each" else places[-1:]:
         answer = messages[place] if place < len(messages) else None
         yield Task(f"{prompt.id}-{place}", messages[:place], prompt.tools, answer)
-
-
-def counts_by_role(prompts: Sequence[Prompt]) -> Counter[str]:
-    """Messages by role, for a summary."""
-    return Counter(str(message["role"]) for prompt in prompts for message in prompt.messages)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:

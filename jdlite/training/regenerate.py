@@ -20,7 +20,7 @@ class RegenerateConfig:
         temperature, top_p, top_k, min_p: of the target's sampling; temperature 0 is greedy.
         max_new_tokens: longest answer; one that reaches it is marked `length`.
         max_prompt_tokens: longer prompts are skipped and counted.
-        batch_size: rows that are decoded at the same time; as soon as one has finished, the next prompt takes its place.
+        batch_size: rows that are decoded side by side; as soon as one has finished, the next prompt takes its place.
         prefill_chunk: prompt tokens per forward.
         thinking: what the chat template gets as `enable_thinking`; templates without it ignore it.
         template_options: more options for the chat template.

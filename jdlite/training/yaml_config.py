@@ -1,8 +1,8 @@
 """Strict configuration: YAML files and dotted overrides to nested frozen dataclasses, and back.
 
-The dataclass is the schema. Every key must be a field and every value must have the field's type; what does not is named
-with its file and line. Known types: int, float, bool, str, Path, Literal, tuples, Optional and other unions, mappings
-with text keys, and nested dataclasses.
+The dataclass is the schema. Every key must be a field and every value must have the field's type; what does not is
+named with its file and line. Known types: int, float, bool, str, Path, Literal, tuples, Optional and other unions,
+mappings with text keys, and nested dataclasses.
 
 A field of type `Mapping[str, Any]` may carry `metadata={"partial": Other, "extra": ("preset",)}`: its keys must then be
 fields of the dataclass `Other` (or one of the extra ones) and are checked as such, but none of them is required.
@@ -210,7 +210,7 @@ def _read(kind: Any, item: _Item, name: str, metadata: Mapping[str, Any]) -> Any
     if origin in (Union, types.UnionType):
         return _read_union(arguments, item, name, metadata)
     if origin in (tuple, list, collections.abc.Sequence):
-        return _read_tuple(arguments, item, name)
+        return _read_tuple(arguments if origin is tuple else (*arguments, Ellipsis), item, name)
     if origin in (dict, collections.abc.Mapping) or kind in (dict, Mapping):
         return _read_mapping(arguments, item, name, metadata)
     return _read_scalar(kind, item, name)
@@ -279,7 +279,7 @@ def _read_mapping(arguments: tuple, item: _Item, name: str, metadata: Mapping[st
 def _read_tuple(arguments: tuple, item: _Item, name: str) -> tuple:
     if not isinstance(item.value, list):
         raise _wrong(item, name, "a list, written [a, b]")
-    if len(arguments) == 2 and arguments[1] is Ellipsis or len(arguments) == 1:
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
         kinds = [arguments[0]] * len(item.value)
     else:
         kinds = list(arguments)
