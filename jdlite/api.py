@@ -145,7 +145,8 @@ def decode(
     Args:
         target: from `load_target`.
         prompts: a text, a chat (list of messages), a list of token ids, or a list of these (a ragged batch).
-        drafter: a name with options (`"adapld"`, `"pld:num_drafts=5"`) or a `Drafter`.
+        drafter: a name with options (`"adapld"`, `"pld:num_drafts=5"`, `"dlite:FOLDER"`, `"hybrid:FOLDER"`; see
+            `make_drafter`) or a `Drafter`. Name a folder once and keep the `Drafter`: each call would read it again.
         sampling: for all rows, or one per row; greedy by default.
         max_new_tokens: budget of all rows, or one per row.
         stop: texts, token ids or token sequences that end a row, besides the target's own end-of-text tokens.
@@ -162,9 +163,10 @@ def decode(
         CapacityError: a prompt does not fit.
         ConfigError: an option is not usable.
     """
-    drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
+    drafter = make_drafter(drafter, target.model.dtype.name) if isinstance(drafter, str) else drafter
     if not isinstance(drafter, Drafter):
         raise ConfigError(f"a drafter is a name or a Drafter: got {drafter!r:.60}.")
+    drafter = drafter.fit(target.model)
     rows = [encode_prompt(target, prompt) for prompt in _as_batch(prompts)]
     limit = target.config.max_position
     longest = max(len(row) for row in rows)

@@ -26,8 +26,8 @@ class Arguments:
     """Files of prompts, separated by commas: jdlite's JSON Lines, Spec-Bench or MT-Bench question.jsonl, HumanEval,
     MBPP, GSM8K, BFCL multi-turn, agent transcripts, or rows with `prompt` or `tokens`."""
     drafters: str = "plain,pld,pld_plus,adapld"
-    """Drafters, separated by commas: name[:option=value,...][@auto|@full]. @full verifies all that is drafted, @auto
-    what pays on this machine."""
+    """Drafters, separated by commas: name[:option=value,...][@auto|@full], and dlite:FOLDER or hybrid:FOLDER for
+    trained ones. @full verifies all that is drafted, @auto what pays on this machine."""
     batch: str = "1"
     """Batch sizes, separated by commas. Above 1, each row is decoded at its first point only."""
     rows: int = 0
@@ -93,7 +93,7 @@ def _bench(arguments: Arguments) -> None:
 
     from jdlite.decoding.sampling import Sampling
     from jdlite.evaluation import report, results
-    from jdlite.evaluation.bench import Bench, Options, pending, resolve, split_drafters
+    from jdlite.evaluation.bench import Bench, Options, pending, split_budget, split_drafters
     from jdlite.evaluation.peer import TransformersPeer
     from jdlite.evaluation.segments import Limits
     from jdlite.evaluation.tasks import read_tasks
@@ -119,7 +119,7 @@ def _bench(arguments: Arguments) -> None:
         profile_rows=a.profile_rows,
     )
     for spec in options.drafters:
-        resolve(spec, options.budget)  # their errors come before anything slow
+        split_budget(spec, options.budget)  # their errors come before anything slow
     if a.resume and a.json is None:
         raise ConfigError("--resume needs the results file; name it with --json.")
     if a.rows < 0:

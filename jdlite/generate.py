@@ -39,7 +39,8 @@ class Options:
     Attributes:
         target: Hugging Face folder, hub id or .gguf file; "demo" fetches SmolLM2-135M-Instruct.
         drafter: plain, pld, pld_plus, adapld, token_recycling, suffix or logit_spec, with options as in
-            "pld:num_drafts=5,ngram_max=2".
+            "pld:num_drafts=5,ngram_max=2"; "dlite:FOLDER" for a trained drafter, "hybrid:FOLDER" for AdaPLD and it
+            together, with options after the folder as in "hybrid:FOLDER,num_nodes=16".
         prompt: one prompt, streamed. A chat model gets it as a user message, unless --raw.
         prompts: JSONL file; each line has one of "prompt" (a text), "messages" (a chat) and "tokens" (a list of ids),
             and may have an "id".
@@ -140,12 +141,14 @@ def _generate(options: Options) -> int | None:
     rows = None if options.prompts is None else batch_file.read_prompts(options.prompts)
     if options.out is not None:
         batch_file.check_output(options.out)
-    from jdlite.drafters.registry import make_drafter
+    from jdlite.drafters.registry import check_drafter, make_drafter
 
-    drafter, sampling = make_drafter(options.drafter), _sampling(options)
+    check_drafter(options.drafter)
+    sampling = _sampling(options)
     folder = cli.cache_folder(options.cache_dir)
     cli.use_compile_cache(folder)
     target = cli.load_target(options.target, options.dtype, folder)
+    drafter = make_drafter(options.drafter, options.dtype).fit(target.model)
     if rows is not None:
         return batch_file.run(options, target, drafter, sampling, folder, rows)
     target.need_tokenizer()
@@ -220,7 +223,7 @@ def _one(options: Options, target: Target, drafter: Drafter, sampling: Sampling,
         pieces = iter(reply)
         first = next(pieces, "")
     _print_pieces(itertools.chain([first], pieces))
-    _report(options, reply.result, sum(map(len, session.tokens)) - len(ids))
+    _report(options, drafter, reply.result, sum(map(len, session.tokens)) - len(ids))
     check_numbers(reply.result.finish_reasons if reply.result else [])
 
 
@@ -253,32 +256,31 @@ def check_numbers(finish_reasons: Sequence[str]) -> None:
         )
 
 
-def describe(stats: Stats, drafter: str) -> str:
+def describe(stats: Stats, name: str, drafter: Drafter) -> str:
     """Counters of a decode call in a few words.
 
     Example: `adapld: 80 tokens in 12 forwards, tau 6.67; accepted: lexical 61, branch 7; by nodes: 1x2, 39x10`.
     """
     from jdlite.decoding.policy import variants
     from jdlite.drafters.base import SOURCES
-    from jdlite.drafters.registry import make_drafter
 
     emitted, rounds = int(stats.emitted.sum()), int(stats.rounds.sum())
     sources = stats.accepted_from.sum(axis=0)
     accepted = ", ".join(f"{name} {n}" for name, n in zip(SOURCES, sources, strict=True) if n) or "none"
-    counts = variants(make_drafter(drafter).max_nodes)
+    counts = variants(drafter.max_nodes)
     uses = ", ".join(f"{n}x{used}" for n, used in zip(counts, stats.uses, strict=True) if used) or "none"
     return (
-        f"{drafter}: {emitted} tokens in {int(stats.forwards)} forwards, tau {emitted / max(rounds, 1):.2f}; "
+        f"{name}: {emitted} tokens in {int(stats.forwards)} forwards, tau {emitted / max(rounds, 1):.2f}; "
         f"accepted: {accepted}; by nodes: {uses}"
     )
 
 
-def _report(options: Options, result, tokens: int) -> None:
+def _report(options: Options, drafter: Drafter, result, tokens: int) -> None:
     """Notes after an answer, to stderr."""
     if result is None:
         notes = [f"{tokens} tokens, ended by a stop text in other tokens"] if options.stats else []
     else:
-        notes = [describe(result.stats, options.drafter)] if options.stats else []
+        notes = [describe(result.stats, options.drafter, drafter)] if options.stats else []
         if result.finish_reasons[0] == "capacity":
             notes.append("the capacity is used up; give a larger --capacity")
     for note in notes:
@@ -323,7 +325,7 @@ def _turn(options: Options, chat: Conversation, text: str, sampling: Sampling) -
         cli.fail(error)
         return
     result = chat.last.result if chat.last else None
-    _report(options, result, 0)
+    _report(options, chat.session.drafter, result, 0)
     if options.stats:
         print(f"cache: {sync.kept} tokens kept, {sync.dropped} rolled back, {sync.appended} added", file=sys.stderr)
     check_numbers(result.finish_reasons if result else [])
@@ -333,7 +335,9 @@ def _print_stats(options: Options, chat: Conversation) -> None:
     length, capacity = chat.session.lengths[0], chat.session.capacity
     print(f"{len(chat.messages)} messages, {length} of {capacity} tokens", file=sys.stderr)
     if chat.last is not None and chat.last.result is not None:
-        print(f"last answer: {describe(chat.last.result.stats, options.drafter)}", file=sys.stderr)
+        print(
+            f"last answer: {describe(chat.last.result.stats, options.drafter, chat.session.drafter)}", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

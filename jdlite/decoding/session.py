@@ -93,7 +93,8 @@ class Session:
 
     Raises:
         CapacityError: the capacity does not fit the model or the drafter.
-        ConfigError: the costs are of another drafter, or the prefill chunk is empty.
+        ConfigError: the drafter was made for another target, the costs are of another drafter, or the prefill chunk is
+            empty.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Session:
     ):
         if prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be at least 1: got {prefill_chunk}; 128 is a good size.")
-        self.model, self.drafter = model, drafter
+        self.model, self.drafter = model, drafter.fit(model)
         self.prefill_chunk = prefill_chunk
         self.costs = Costs.free(variants(drafter.max_nodes)) if costs is None else costs
         if self.costs.counts[-1] != drafter.max_nodes:

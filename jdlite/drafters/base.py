@@ -7,15 +7,20 @@ updates and the decode loop carries; every leaf has the row axis first, so sessi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Where a drafted node came from; statistics count accepted tokens by these names.
-SOURCES = ("lexical", "branch", "successor", "semantic", "model")
-LEXICAL, BRANCH, SUCCESSOR, SEMANTIC, MODEL = range(len(SOURCES))
+if TYPE_CHECKING:
+    from jdlite.models.decoder import Decoder
+
+# Where a drafted node came from; statistics count accepted tokens by these names. "agreed" is what both drafters of a
+# hybrid offered.
+SOURCES = ("lexical", "branch", "successor", "semantic", "model", "agreed")
+LEXICAL, BRANCH, SUCCESSOR, SEMANTIC, MODEL, AGREED = range(len(SOURCES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,12 @@ class Needs:
 
     taps: tuple[int, ...] = ()
     top_k: int = 0
+
+    @classmethod
+    def union(cls, wants: Sequence[Needs]) -> Needs:
+        """What serves several drafters at once; `Observation.part` gives each its own again."""
+        taps = sorted({tap for want in wants for tap in want.taps})
+        return cls(taps=tuple(taps), top_k=max(want.top_k for want in wants))
 
 
 @jax.tree_util.register_dataclass
@@ -94,6 +105,11 @@ class Observation:
         """Rows of `node_values` `[B, N, ...]` along the committed path, `[B, P, ...]`."""
         index = self.path.reshape(*self.path.shape, *([1] * (node_values.ndim - 2)))
         return jnp.take_along_axis(node_values, index, axis=1)
+
+    def part(self, have: Needs, want: Needs) -> Observation:
+        """The taps and top ids of `want`, where this observation holds those of `have`, which includes them."""
+        taps = tuple(self.taps[have.taps.index(tap)] for tap in want.taps)
+        return dataclasses.replace(self, taps=taps, top_ids=self.top_ids[..., : want.top_k])
 
 
 @jax.tree_util.register_dataclass
@@ -169,6 +185,22 @@ class Drafter:
     def max_depth(self) -> int:
         """Depth of the deepest node it may propose; by default that of a chain."""
         return self.max_nodes - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether its proposals are drawn from a law that they report (`Proposal.log_q`)."""
+        return False
+
+    def fit(self, model: Decoder) -> Drafter:
+        """The drafter as it is used with this target. Sessions call it; a loop of one's own must do so first.
+
+        Drafters that were made for one target check that it is this one, and take what they use of its weights.
+
+        Raises:
+            ConfigError: the drafter does not fit the target.
+        """
+        self.needs(model.config.num_layers)
+        return self
 
     def needs(self, num_layers: int) -> Needs:
         """What each forward must deliver for a target of `num_layers` layers."""

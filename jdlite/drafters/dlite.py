@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jdlite.models.cache import write_rows
 from jdlite.models.config import DecoderConfig
 from jdlite.models.dlite import DLite
 from jdlite.models.dlite_teacher import history_windows
+
+if TYPE_CHECKING:
+    from jdlite.models.decoder import Decoder
 
 
 @jax.tree_util.register_dataclass
@@ -101,6 +104,18 @@ class DLiteDrafter(Drafter, static=False):
     @property
     def max_nodes(self) -> int:
         return self.model.config.block_size
+
+    @property
+    def samples(self) -> bool:
+        return self.mode == "rejection"
+
+    def fit(self, model: Decoder) -> DLiteDrafter:
+        """Checks the target, and takes its LM head where the network ends in it and none was given."""
+        self.model.config.check_target(model.config)
+        if self.model.config.head_output == "low_rank" or self.lm_head is not None:
+            return self
+        head = model.embed if model.lm_head is None else model.lm_head
+        return dataclasses.replace(self, lm_head=head.weight[...])
 
     def needs(self, num_layers: int) -> Needs:
         config = self.model.config

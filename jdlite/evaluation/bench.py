@@ -17,7 +17,7 @@ from jdlite.decoding.session import row_keys
 from jdlite.decoding.state import Request
 from jdlite.decoding.stops import make_stops
 from jdlite.drafters.base import SOURCES, Drafter
-from jdlite.drafters.registry import DRAFTERS, make_drafter
+from jdlite.drafters.registry import NAMES, check_drafter, make_drafter
 from jdlite.errors import ConfigError
 from jdlite.evaluation.broadcast import Run, SharedSession
 from jdlite.evaluation.peer import PEERS, TransformersPeer
@@ -34,7 +34,8 @@ class Options:
     """How a benchmark is run. Everything here changes what is measured, and is kept with the results.
 
     Attributes:
-        drafters: specifications: `name[:option=value,...][@auto|@full]`. Plain decoding always runs, first.
+        drafters: specifications: `name[:option=value,...][@auto|@full]`, with `FOLDER,` before the options of a
+            trained drafter. Plain decoding always runs, first.
         batches: batch sizes.
         limits: which part of each row.
         max_new_tokens: per decode.
@@ -83,7 +84,7 @@ def split_drafters(text: str) -> tuple[str, ...]:
     """
     specs: list[str] = []
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
-        continues = "=" in piece and piece.partition(":")[0].partition("@")[0] not in DRAFTERS
+        continues = "=" in piece and piece.partition(":")[0].partition("@")[0] not in NAMES
         if continues and specs:
             specs[-1] += f",{piece}"
         else:
@@ -91,13 +92,25 @@ def split_drafters(text: str) -> tuple[str, ...]:
     return tuple(specs)
 
 
-def resolve(spec: str, budget: str) -> tuple[Drafter, str]:
-    """Drafter and budget of a specification."""
+def split_budget(spec: str, budget: str) -> tuple[str, str]:
+    """Name and budget of a specification, checked as far as can be told without reading a trained drafter.
+
+    Raises:
+        JdliteError: the drafter or the budget is not usable.
+    """
     name, at, own = spec.rpartition("@")
-    name, own = (name, own) if at else (spec, budget)
+    # An @ may also be in the path of a trained drafter.
+    name, own = (name, own) if at and "/" not in own else (spec, budget)
     if own not in BUDGETS:
         raise ConfigError(f"the budget of drafter {spec!r} must be one of {', '.join(BUDGETS)}: got {own!r}.")
-    return make_drafter(name), own
+    check_drafter(name)
+    return name, own
+
+
+def resolve(spec: str, budget: str, target: Target) -> tuple[Drafter, str]:
+    """Drafter, fitted to the target, and budget of a specification."""
+    name, own = split_budget(spec, budget)
+    return make_drafter(name, target.model.dtype.name).fit(target.model), own
 
 
 def difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
@@ -155,7 +168,7 @@ class Bench:
         self.target, self.options, self.peer, self.progress = target, options, peer, progress
         if peer is not None and options.sampling != Sampling():
             raise ConfigError("a peer is compared on greedy decoding only; leave the sampling options out.")
-        resolved = {spec: resolve(spec, options.budget) for spec in options.drafters}
+        resolved = {spec: resolve(spec, options.budget, target) for spec in options.drafters}
         self.drafters = {spec: drafter for spec, (drafter, _) in resolved.items()}
         self._budgets = {spec: budget for spec, (_, budget) in resolved.items()}
         self._costs_folder = costs_folder or cache_folder()

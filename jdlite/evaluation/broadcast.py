@@ -45,26 +45,18 @@ class Broadcast(Drafter, static=False):
         return max(drafter.max_depth for drafter in self.drafters)
 
     def needs(self, num_layers: int) -> Needs:
-        wants = [drafter.needs(num_layers) for drafter in self.drafters]
-        taps = sorted({tap for want in wants for tap in want.taps})
-        return Needs(taps=tuple(taps), top_k=max(want.top_k for want in wants))
+        return Needs.union([drafter.needs(num_layers) for drafter in self.drafters])
 
     def init(self, batch: int, capacity: int, **options) -> tuple:
         return tuple(drafter.init(batch, capacity, **options) for drafter in self.drafters)
 
     def observe(self, memory: tuple, context: Context, observation: Observation) -> tuple:
         """Each drafter sees the taps that it asked for, and as many of the most likely ids."""
-        taps = self.needs(self.num_layers).taps
-        new = []
-        for drafter, own in zip(self.drafters, memory, strict=True):
-            want = drafter.needs(self.num_layers)
-            seen = dataclasses.replace(
-                observation,
-                taps=tuple(observation.taps[taps.index(tap)] for tap in want.taps),
-                top_ids=observation.top_ids[..., : want.top_k],
-            )
-            new.append(drafter.observe(own, context, seen))
-        return tuple(new)
+        have = self.needs(self.num_layers)
+        return tuple(
+            drafter.observe(own, context, observation.part(have, drafter.needs(self.num_layers)))
+            for drafter, own in zip(self.drafters, memory, strict=True)
+        )
 
     def rollback(self, memory: tuple, lengths) -> tuple:
         return tuple(d.rollback(own, lengths) for d, own in zip(self.drafters, memory, strict=True))
@@ -120,7 +112,8 @@ class SharedSession:
         cache_dtype=None,
         prefill_chunk: int = 128,
     ):
-        self.model, self.drafters, self.costs = model, dict(drafters), dict(costs)
+        self.model, self.costs = model, dict(costs)
+        self.drafters = {name: drafter.fit(model) for name, drafter in drafters.items()}
         for name, drafter in self.drafters.items():
             counts = variants(drafter.max_nodes)
             if self.costs[name].counts != counts:

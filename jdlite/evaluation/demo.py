@@ -35,7 +35,7 @@ class Options:
 
     Attributes:
         target: Hugging Face folder, hub id or .gguf file of a chat model; "demo" fetches SmolLM2-135M-Instruct.
-        drafter: what to compare with plain decoding, as in "pld:num_drafts=5".
+        drafter: what to compare with plain decoding, as in "pld:num_drafts=5" or "dlite:FOLDER".
         max_new_tokens: most new tokens of an answer.
         repeats: timings of each; their median is shown.
         capacity: tokens that a conversation can hold; one for all prompts, so that everything is compiled once.
@@ -203,13 +203,14 @@ def _demo(options: Options) -> int:
     if options.repeats < 1 or options.max_new_tokens < 1:
         raise ConfigError("--repeats and --max-new-tokens must be at least 1.")
     from jdlite.decoding.session import Session
-    from jdlite.drafters.registry import make_drafter
+    from jdlite.drafters.registry import check_drafter, make_drafter
 
     names = ("plain", options.drafter)
-    drafters = [make_drafter(name) for name in names]
+    check_drafter(options.drafter)
     folder = cli.cache_folder(options.cache_dir)
     cli.use_compile_cache(folder)
     target = cli.load_target(options.target, "float32", folder)
+    drafters = [make_drafter(name, "float32").fit(target.model) for name in names]
     capacity = min(options.capacity, target.config.max_position)
     costs = [cli.load_costs(target, drafter, "auto", 1, folder) for drafter in drafters]
     sessions: list[Callable[[], Session]] = [

@@ -173,7 +173,11 @@ class Player:
             "top_ids": top_ids,
             "next_tokens": next_tokens,
         }
-        self.memory = _observe(self.drafter, self.memory, self.context(), observation)
+        self.see(self.context(), observation)
+
+    def see(self, context: dict, observation: dict) -> None:
+        """Hand a forward to the drafter; fields of a `Context` and of an `Observation`."""
+        self.memory = _observe(self.drafter, self.memory, context, observation)
 
     def rollback(self, lengths: list[int], texts: list[list[int]]) -> None:
         """Forget tokens from `lengths[b]` on and go on with other texts that agree with what is kept."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdlite import bench as command
+from jdlite.checkpoints.target import Target
 from jdlite.decoding.session import Session
 from jdlite.drafters.lookup import PromptLookup
 from jdlite.drafters.plain import Plain
@@ -189,9 +190,14 @@ def test_a_difference_shows_in_the_summary(result):
 def test_drafters_with_options_in_a_list():
     text = "plain,adapld:copy_length=10,successors=never@full, pld ,pld:num_drafts=3"
     assert split_drafters(text) == ("plain", "adapld:copy_length=10,successors=never@full", "pld", "pld:num_drafts=3")
-    drafter, budget = resolve("pld:num_drafts=3@full", "auto")
+    target = Target(model=tiny_model())
+    drafter, budget = resolve("pld:num_drafts=3@full", "auto", target)
     assert (drafter, budget) == (PromptLookup(num_drafts=3), "full")
-    assert resolve("pld", "auto")[1] == "auto"
+    assert resolve("pld", "auto", target)[1] == "auto"
+    assert split_drafters("dlite:run/step=3,mode=match,hybrid:a@b/c,num_nodes=9@full") == (
+        "dlite:run/step=3,mode=match",
+        "hybrid:a@b/c,num_nodes=9@full",
+    )
 
 
 def test_plain_always_runs_first():
