@@ -22,7 +22,8 @@ VERSION = 1
 _MAGIC = b"JDL1"
 _HEAD = struct.Struct("<4sII")  # magic, bytes of the JSON header, number of tokens
 # One row per record: what choosing and packing examples needs, so that no record is read for it.
-ROW = np.dtype([("id", "S40"), ("length", "<i4"), ("prompt", "<i4"), ("supervised", "<i4"), ("finish", "S16")])
+# `first` is the first supervised token, or the length where there is none.
+ROW = np.dtype([("id", "S40"), ("length", "<i4"), ("first", "<i4"), ("supervised", "<i4"), ("finish", "S16")])
 # Answers that did not come to their own end.
 CUT = frozenset({"length", "capacity", "error"})
 
@@ -93,7 +94,8 @@ class Example:
 
     def row(self) -> tuple[bytes, int, int, int, bytes]:
         """Its row of the table (`ROW`)."""
-        return self.id.encode(), self.tokens.size, self.prompt_length, int(self.loss_mask.sum()), self.finish.encode()
+        first = int(np.argmax(self.loss_mask)) if self.loss_mask.any() else self.tokens.size
+        return self.id.encode(), self.tokens.size, first, int(self.loss_mask.sum()), self.finish.encode()
 
 
 def write_records(
