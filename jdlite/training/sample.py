@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def _counts(mask: np.ndarray) -> str:
 def _append(text: Text, tokens: np.ndarray, mask: np.ndarray, tokenizer: Any, marks: bool) -> None:
     """Add the tokens in runs of equal mask: decoded one by one, a character of several tokens would be lost."""
     borders = [0, *(np.flatnonzero(np.diff(mask.astype(int))) + 1).tolist(), mask.size]
-    for first, last in zip(borders, borders[1:], strict=False):
+    for first, last in itertools.pairwise(borders):
         if first == last:
             continue
         piece = tokenizer.decode(tokens[first:last].tolist(), skip_special_tokens=False)

@@ -32,7 +32,7 @@ def example(prompt, answer):
 def test_supervised_text_is_set_off():
     text = sample_text(example("<|start|>user\n[red]é", "né🙂<|end|>"), TOKENIZER)
     head, *body = text.plain.split("\n", 1)
-    assert head == "example p-1, ended by stop_id: 18 tokens, 8 of them supervised"
+    assert head == "example p-1, ended by stop_id: 21 tokens, 8 of them supervised"
     assert body == ["<|start|>user\n[red]éné🙂<|end|>\n"]
     styles = {str(span.style): text.plain[span.start : span.end] for span in text.spans}
     assert styles[SUPERVISED] == "né🙂<|end|>"
