@@ -118,9 +118,7 @@ def gather_anchors(
     )
 
 
-def draft_weights(
-    supervised: Bool[Array, "B P K"], gamma: float, *, contiguous: bool = False
-) -> Float[Array, "B P K"]:
+def draft_weights(supervised: Bool[Array, "B P K"], gamma: float, *, contiguous: bool = False) -> Float[Array, "B P K"]:
     """`exp(-(i - 1) / gamma)` for draft i = 1..K where its label counts, 0 elsewhere.
 
     Args:

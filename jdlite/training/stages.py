@@ -106,6 +106,10 @@ class Plan:
         """The stage of a step."""
         return next(s for s in self.stages if step < s.end)
 
+    def begin_of(self, name: str) -> int:
+        """Where a stage begins; 0 for a name that is not there."""
+        return next((s.begin for s in self.stages if s.name == name), 0)
+
     def end_of(self, name: str) -> int:
         """Where a stage ends; the end of the phase for a name that is not there."""
         return next((s.end for s in self.stages if s.name == name), self.steps)

@@ -110,7 +110,7 @@ class Step:
         # A frozen head must not move under weight decay either.
         hold = lambda tree: {**tree, "head": jax.tree.map(lambda x: x * scalars.free_head, tree["head"])}  # noqa: E731
         gradient = hold(gradient)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
         updates, new_state = self.optimizer.update(gradient, opt_state, params)
         new_params = optax.apply_updates(params, hold(updates))

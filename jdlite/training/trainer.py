@@ -1,0 +1,450 @@
+"""One phase of a run: the loop over steps with metrics, evaluations, checkpoints and resumption."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdlite.checkpoints.dlite_orbax import load_dlite_orbax, params_tree, save_dlite_orbax
+from jdlite.checkpoints.target import Target
+from jdlite.errors import CheckpointError, ConfigError, JdliteError
+from jdlite.models.dlite_config import DLiteConfig
+from jdlite.models.sharding import make_mesh
+from jdlite.training.config import FREE_GROUPS, TrainConfig
+from jdlite.training.data import Dataset, held_out_prompts, make_dataset
+from jdlite.training.evaluate import decoded_tau, held_out_figures
+from jdlite.training.initialise import Params, Template, random_params, target_params
+from jdlite.training.metrics import TIME, Interval, Writers
+from jdlite.training.run_checkpoint import RunCheckpoints, RunState
+from jdlite.training.stages import Phase, Stage, learning_rate, make_plan
+from jdlite.training.step import Scalars, Step, jit_evaluate, jit_train, make_optimizer
+from jdlite.training.yaml_config import to_dict
+
+PHASES: tuple[Phase, ...] = ("teacher", "student", "single")
+CHECKPOINTS, BEST = "checkpoints", "best"
+# A step number that no run reaches: anchors of held-out rows are always the same.
+_HELD_OUT = 2**31 - 1
+
+
+class TrainingError(JdliteError):
+    """Training cannot go on: a loss that is not a number."""
+
+
+@dataclasses.dataclass
+class Report:
+    """Where a phase tells what it does.
+
+    Attributes:
+        say: a sentence.
+        step: (steps made, steps in all, a few words).
+        stop: asked after every step; True saves and returns.
+    """
+
+    say: Callable[[str], None] = lambda text: None
+    step: Callable[[int, int, str], None] = lambda done, total, words: None
+    stop: Callable[[], bool] = lambda: False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a phase came to.
+
+    Attributes:
+        step: steps made.
+        steps: steps of the phase.
+        best: the best tau so far and its step, or None.
+        stopped: it was asked to stop before its end.
+    """
+
+    step: int
+    steps: int
+    best: tuple[float, int] | None
+    stopped: bool
+
+
+class PhaseRun:
+    """A phase, set up and, if there is a checkpoint, at where it was left.
+
+    Args:
+        config: of the run.
+        target: the frozen target.
+        phase: `teacher`, `student` or `single`.
+        report: see there.
+        dataset: what to train on; by default the records of `config.folder`.
+
+    Raises:
+        ConfigError: the configuration differs from that of the checkpoint, or does not fit the target.
+        CheckpointError: a checkpoint, the records or the teacher cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: Target,
+        phase: Phase,
+        report: Report | None = None,
+        dataset: Dataset | None = None,
+    ):
+        self.config, self.target, self.phase = config, target, phase
+        self.report = report or Report()
+        self.folder = Path(config.folder).expanduser().absolute() / phase
+        number = PHASES.index(phase)
+        # Two-stage and single-stage training see the same data in the same order.
+        self._key = jax.random.fold_in(jax.random.key(config.seed), min(number, 1))
+        self.dataset = dataset or make_dataset(
+            config.folder,
+            config.data,
+            batch=config.batch.rows,
+            length=config.batch.length,
+            seed=config.seed + min(number, 1),
+        )
+        self.plan = make_plan(phase, config.teacher, config.student, config.optimizer, self.dataset.steps())
+        self.dlite = config.teacher_dlite(target.config) if phase == "teacher" else config.dlite(target.config)
+        self.template = Template(self.dlite)
+        self._place = _Placement(config)
+        self._optimizer = make_optimizer(self.plan, config)
+        self._teacher_template: Template | None = None
+        self._teacher: Params | None = None
+        if any(stage.uses_teacher for stage in self.plan.stages):
+            self._load_teacher()
+        self._batches = iter(self.dataset)
+        self._steps: dict[Any, Callable] = {}
+        self._evaluate: Callable | None = None
+        self._prompts: list[list[int]] | None = None
+        self.checkpoints = RunCheckpoints(
+            self.folder / CHECKPOINTS,
+            keep=config.checkpoint.keep,
+            dlite=self.dlite,
+            info=self._info(),
+            say=self.report.say,
+        )
+        self.state = self._begin()
+        self.interval = Interval(self.state.train["interval"])
+
+    # Setting up.
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "target": self.target.source,
+            "target_hash": self.target.weights_hash,
+            "tokenizer_hash": tokenizer_hash(self.target.tokenizer),
+            "taps": list(self.dlite.captured_layers),
+            "block_size": self.dlite.block_size,
+            "phase": self.phase,
+            "steps": self.plan.steps,
+            "data": getattr(self.dataset, "fingerprint", ""),
+            "train": to_dict(self.config),
+        }
+
+    def _load_teacher(self) -> None:
+        folder = self.folder.parent / "teacher" / CHECKPOINTS
+        steps = sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.is_dir() else []
+        if not steps:
+            raise CheckpointError(
+                f"the warm-up needs a teacher, and {folder} holds none; run --stage teacher first, set "
+                "student.warmup_epochs=0, or use --stage single-stage."
+            )
+        network, info = load_dlite_orbax(folder / str(steps[-1]))
+        if steps[-1] != info["steps"]:
+            raise CheckpointError(
+                f"the teacher stands at step {steps[-1]} of {info['steps']}; finish --stage teacher first."
+            )
+        wanted = self.config.teacher_dlite(self.target.config)
+        if network.config != wanted:
+            raise ConfigError(
+                f"the teacher in {folder} has another shape than the configuration gives; train it again in another "
+                "folder, or configure it as it was."
+            )
+        self._teacher_template, self._teacher = Template(network.config), self._place.whole(params_tree(network))
+
+    def _begin(self) -> RunState:
+        config, target = self.config, self.target.model
+        params = self._place.whole(self._start_params(config, target))
+        opt_state = self._place.whole(self._optimizer.init(params))
+        restored = self.checkpoints.restore(params, opt_state, self._accept)
+        if restored is None:
+            train = {"step": 0, "interval": {}, "best": None}
+            return RunState(params, opt_state, train, self._batches.get_state())
+        self._batches.set_state(restored.data)
+        self.report.say(f"{self.phase}: going on at step {restored.step} of {self.plan.steps}.")
+        return restored
+
+    def _start_params(self, config: TrainConfig, target) -> Params:
+        if config.start is not None and self.phase != "teacher":
+            network, _ = load_dlite_orbax(config.start, "float32")
+            if network.config != self.dlite:
+                raise ConfigError(
+                    f"start: the drafter in {config.start} has another shape than the configuration gives; configure "
+                    "rank, block size, layers and taps as in the checkpoint."
+                )
+            params = params_tree(network)
+        elif config.initialise == "target":
+            params = target_params(self.dlite, target, config.seed)
+        else:
+            params = random_params(self.dlite, config.seed)
+        if self._teacher is not None:
+            # The warm-up starts from the teacher's head, and does not move it.
+            params["head"] = jax.tree.map(lambda x: jnp.array(x, copy=True), self._teacher["head"])
+        return params
+
+    def _accept(self, info: Mapping[str, Any]) -> None:
+        """Refuse to go on with another configuration, target or data."""
+        ignored = {
+            *FREE_GROUPS,
+            "prompts",
+            "regenerate",
+            "drafter",
+            "student" if self.phase == "teacher" else "teacher",
+        }
+        stored, ours = flatten_config(info["train"]), flatten_config(to_dict(self.config))
+        names = sorted(
+            name
+            for name in stored.keys() | ours.keys()
+            if name.partition(".")[0] not in ignored and stored.get(name) != ours.get(name)
+        )
+        wrong = [f"{name} was {stored.get(name)!r}, is {ours.get(name)!r}" for name in names if name != "target.path"]
+        if info["target_hash"] != self.target.weights_hash:
+            wrong.append(f"the target was {info['target']} with other weights, is {self.target.source}")
+        if info["steps"] != self.plan.steps:
+            wrong.append(f"the phase had {info['steps']} steps, has {self.plan.steps} (other data?)")
+        if wrong:
+            raise ConfigError(
+                f"{self.folder} holds a run with another configuration: {'; '.join(wrong)}; configure it as it was, or "
+                "choose another folder."
+            )
+
+    # Running.
+
+    def run(self, until: str | None = None) -> Outcome:
+        """Make steps up to the end of the stage `until`, or of the phase, or until asked to stop.
+
+        Raises:
+            TrainingError: a loss is not a number; the step before is saved.
+            CheckpointError: something cannot be written; says which step is safe.
+        """
+        last = self.plan.steps if until is None else self.plan.end_of(until)
+        e, every = self.config.evaluation, self.config.checkpoint.every
+        writers = Writers(self.folder, self.state.step, tensorboard=e.tensorboard, wandb=e.wandb, say=self.report.say)
+        # A line averages steps of one stage only.
+        ends = {stage.end for stage in self.plan.stages}
+        stopped = False
+        began, tokens = time.monotonic(), 0.0
+        try:
+            while self.state.step < last:
+                figures = self._one_step()
+                step = self.state.step
+                tokens += float(figures["tokens"])
+                self.interval.add(figures)
+                if step % e.log_every == 0 or step in ends:
+                    now = time.monotonic()
+                    self._log(writers, now - began, tokens)
+                    began, tokens = now, 0.0
+                if step % e.every == 0 or step == self.plan.steps:
+                    before = time.monotonic()
+                    self._watch(writers)
+                    began += time.monotonic() - before
+                stopped = self.report.stop() and step < last
+                if step % every == 0 or step == last or stopped:
+                    self._save(wait=step == last or stopped)
+                if stopped:
+                    break
+            self.checkpoints.wait()
+        finally:
+            writers.close()
+        best = self.state.train["best"]
+        return Outcome(self.state.step, self.plan.steps, None if best is None else tuple(best), stopped)
+
+    def close(self) -> None:
+        """Give files and threads back."""
+        self._batches.close()
+        self.checkpoints.close()
+
+    def _save(self, *, wait: bool) -> None:
+        self.state.train["interval"] = dict(self.interval.sums)
+        self.checkpoints.save(self.state, wait=wait)
+
+    def _one_step(self) -> dict[str, Any]:
+        state, step = self.state, self.state.step
+        stage = self.plan.stage(step)
+        raw = next(self._batches)
+        batch = self._place.rows(raw)
+        blend = stage.blend(step)
+        scalars = Scalars(*(jnp.float32(v) for v in (blend.ce, blend.l1, blend.kl, blend.base_ce, blend.free_head)))
+        teacher = self._teacher if stage.uses_teacher else None
+        state.params, state.opt_state, sums = self._train(stage)(
+            self.target.model,
+            teacher,
+            state.params,
+            state.opt_state,
+            batch,
+            jax.random.fold_in(self._key, step),
+            scalars,
+        )
+        figures = jax.device_get(sums)
+        if not figures.pop("finite"):
+            self._refuse(raw, step, figures)
+        state.train["step"] = step + 1
+        state.data = self._batches.get_state()
+        return figures
+
+    def _refuse(self, raw: Mapping[str, np.ndarray], step: int, figures: Mapping[str, Any]) -> None:
+        """A loss or gradient that is not a number: nothing was changed by this step; save the one before and stop."""
+        path = self.folder / f"bad_batch_{step + 1}.npz"
+        self._save(wait=True)
+        np.savez_compressed(path, **raw)
+        raise TrainingError(
+            f"loss {figures['loss']:.4g} and gradient norm {figures['gradient_norm']:.4g} of step {step + 1} are not "
+            f"finite, so training stopped; step {step} is saved and unharmed, and the batch is kept in {path}: lower "
+            "optimizer.learning_rate, use float32, or look at that batch."
+        )
+
+    def _train(self, stage: Stage) -> Callable:
+        kind = (stage.uses_teacher, stage.uses_tokens, stage.uses_l1, stage.uses_base, stage.learns_head)
+        if kind not in self._steps:
+            self._steps[kind] = jit_train(self.step_of(stage))
+        return self._steps[kind]
+
+    def step_of(self, stage: Stage) -> Step:
+        """The computation of a stage."""
+        label = self.config.teacher.label if self.phase == "teacher" else self.config.loss.label
+        return Step(self.config, stage, self.template, self._teacher_template, self._optimizer, label == "target")
+
+    # Watching.
+
+    def _log(self, writers: Writers, seconds: float, tokens: float) -> None:
+        state, step = self.state, self.state.step
+        stage = self.plan.stage(step - 1)
+        means = self.interval.means()
+        rate = max(seconds, 1e-9)
+        timing = {
+            "seconds": seconds,
+            "tokens_per_s": tokens / rate,
+            "anchors_per_s": self.interval.sums["anchors"] / rate,
+        }
+        line = {
+            "step": step,
+            "kind": "train",
+            "phase": self.phase,
+            "stage": stage.name,
+            "epoch": step / self.dataset.steps(),
+            "learning_rate": float(learning_rate(step - 1, self.plan, self.config.optimizer)),
+            **means,
+        }
+        writers.write({**line, TIME: timing})
+        tau = f", tau {means['tau']:.2f}" if "tau" in means else ""
+        words = f"{stage.name}: loss {means['loss']:.4f}{tau}, greedy {means['greedy_tau']:.2f}, "
+        words += f"{timing['anchors_per_s']:.0f} anchors/s, {timing['tokens_per_s']:.0f} tokens/s"
+        self.report.step(step, self.plan.steps, words)
+        self.interval = Interval()
+        state.train["interval"] = {}
+
+    def _watch(self, writers: Writers) -> None:
+        """Evaluate on held-out text, and keep the drafter if it is the best so far."""
+        before = time.monotonic()
+        figures = self.evaluate()
+        if not figures:
+            return
+        step = self.state.step
+        line = {"step": step, "kind": "held_out", "phase": self.phase, "stage": self.plan.stage(step - 1).name}
+        writers.write({**line, **figures, TIME: {"seconds": time.monotonic() - before}})
+        score = figures["decoded"]["tau"] if "decoded" in figures else figures["greedy_tau"]
+        decoded = f"tau {figures['decoded']['tau']:.3f} by decoding, " if "decoded" in figures else ""
+        expected = f"{figures['tau']:.3f} expected" if "tau" in figures else ""
+        self.report.say(f"{self.phase}, step {step}: {decoded}{expected} on held-out text.")
+        best = self.state.train["best"]
+        if best is None or score > best[0]:
+            self.state.train["best"] = [score, step]
+            info = {**self._info(), "step": step, "held_out": figures}
+            network = self.template.build(jax.tree.map(jnp.copy, self.state.params))
+            save_dlite_orbax(network, self.folder / BEST, info=info, overwrite=True)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Figures on held-out text; empty where nothing is held out."""
+        c, e = self.config, self.config.evaluation
+        if not c.data.held_out_fraction:
+            return {}
+        if self._prompts is None:
+            prompts = held_out_prompts(c.folder, c.data) if e.prompts else []
+            self._prompts = [p for p in prompts if 2 <= len(p) <= e.max_prompt_tokens][: e.prompts]
+        figures: dict[str, Any] = {}
+        if e.batches:
+            figures |= held_out_figures(
+                self._held_out_step(), self._held_out(), jax.random.fold_in(self._key, _HELD_OUT)
+            )
+        if self._prompts:
+            network = self.template.build(self.state.params, jnp.dtype(c.compute_dtype))
+            figures["decoded"] = decoded_tau(
+                self.target,
+                network,
+                self._prompts,
+                max_new_tokens=e.max_new_tokens,
+                max_prompt_tokens=e.max_prompt_tokens,
+            )
+        return figures
+
+    def _held_out(self):
+        c, rows = self.config, self.config.batch.micro
+        held_out = make_dataset(c.folder, c.data, batch=rows, length=c.batch.length, seed=c.seed, split="held_out")
+        batches = iter(held_out)
+        try:
+            for _, batch in zip(range(c.evaluation.batches), batches, strict=False):
+                yield self._place.rows(batch)
+        finally:
+            batches.close()
+
+    def _held_out_step(self) -> Callable:
+        if self._evaluate is None:
+            step = jit_evaluate(self.step_of(self.plan.stages[-1]))
+            self._evaluate = step
+        return lambda batch, key: self._evaluate(self.target.model, self.state.params, batch, key)  # pyright: ignore
+
+
+class _Placement:
+    """Where arrays go: rows of a batch over the mesh's `data` axis, the drafter whole on every device."""
+
+    def __init__(self, config: TrainConfig):
+        self._micro = config.batch.micro
+        m = config.mesh
+        self.mesh = None if m.data * m.model == 1 else make_mesh(data=m.data, model=m.model)
+
+    def rows(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """`[B, T]` as micro-batches `[n, rows, T]`."""
+        cut = {name: value.reshape(-1, min(self._micro, len(value)), value.shape[-1]) for name, value in batch.items()}
+        if self.mesh is None:
+            return {name: jnp.asarray(value) for name, value in cut.items()}
+        where = NamedSharding(self.mesh, PartitionSpec(None, "data", None))
+        return {name: jax.device_put(value, where) for name, value in cut.items()}
+
+    def whole(self, tree: Any) -> Any:
+        """On all devices."""
+        if self.mesh is None:
+            return tree
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Of vocabulary and chat template; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    parts = sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def flatten_config(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_config(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return flat
