@@ -76,8 +76,15 @@ def test_hybrid_from_a_folder(home):
     assert make_drafter(f"hybrid:{home / 'official'}").max_nodes == 40
 
 
-@pytest.mark.parametrize("kind", ["dlite", "hybrid"])
-@pytest.mark.parametrize("folder", ["orbax@1", pytest.param("lm_head", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "folder"),
+    [
+        ("hybrid", "orbax@1"),
+        pytest.param("dlite", "official", marks=pytest.mark.slow),
+        pytest.param("dlite", "lm_head", marks=pytest.mark.slow),
+        pytest.param("hybrid", "lm_head", marks=pytest.mark.slow),
+    ],
+)
 def test_decode_by_name_gives_the_plain_text(home, target, kind, folder):
     options = {"max_new_tokens": 12, "budget": "full", "use_eos": False}
     few = ",num_nodes=4,copy_length=3,num_branches=2" if kind == "hybrid" else ""
