@@ -23,6 +23,9 @@ BINS = len(EDGES) + 1
 PRIOR_STRENGTH = 1.0
 # What is remembered of earlier rounds after one more; old evidence fades, so nodes that once failed are tried again.
 MEMORY = 0.98
+# A verify must promise this many times the tokens per cost of a plain step: the best of several uncertain promises is
+# on average too good (docs/measurements.md, "The policy, replayed").
+MARGIN = 1.2
 # Least path probability of a draft. It is worth verifying where that is free, and float32 sums must show it.
 MIN_GAIN = 1e-4
 NODE_COUNTS = (1, 4, 8, 16, 40)
@@ -124,8 +127,10 @@ def choose(
     """Index into `counts` of the number of nodes with the most expected tokens per cost, for the batch as a whole.
 
     Gains must stand in falling order in each row, the anchor's 1 first: verifying n nodes then yields the sum of the
-    first n in expectation. The smaller number wins a tie, so a batch without drafts takes a plain step.
+    first n in expectation. What costs more than the first of `counts` must be worth `MARGIN` times as much, and the
+    smaller number wins a tie, so a batch without drafts takes a plain step.
     """
     expected = jnp.cumsum(jnp.where(active[:, None], gain, 0.0).sum(axis=0))
     at = jnp.asarray([n - 1 for n in counts])
+    cost = jnp.where(cost > cost[0], cost * MARGIN, cost)
     return jnp.argmax(expected[at] / cost).astype(jnp.int32)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jdlite.decoding.policy import (
     BINS,
     EDGES,
+    MARGIN,
     MEMORY,
     MIN_GAIN,
     PRIOR_STRENGTH,
@@ -53,13 +54,14 @@ def test_variants():
 
 @given(seed=st.integers(0, 2**31 - 1), rows=st.integers(1, 3))
 def test_choose_is_the_best_ratio(seed, rows):
-    """Expected tokens per cost by counting, rows that are not active left out."""
+    """Expected tokens per cost by counting, rows that are not active left out; a dearer forward must be worth it."""
     rng = np.random.default_rng(seed)
     gain = np.sort(rng.random((3, 8)) * (rng.random((3, 1)) < 0.8), axis=1)[:, ::-1].astype(np.float32)
     gain[:, 0] = 1
     active = np.arange(3) < rows
     cost = np.cumsum(rng.random(3) + 0.05).astype(np.float32)
     rates = [float(gain[active, :n].astype(np.float64).sum() / cost[i]) for i, n in enumerate(COUNTS)]
+    rates[1:] = [rate / MARGIN for rate in rates[1:]]
     got = int(picked(gain, active, cost, COUNTS))
     assert rates[got] == pytest.approx(max(rates), rel=1e-6)
 
@@ -71,6 +73,9 @@ def test_ties_go_to_the_smaller():
     gain[:, :4] = 1
     assert int(picked(gain, active, np.ones(3, np.float32), COUNTS)) == 1
     assert int(picked(gain, active, np.array([1, 4, 4], np.float32), COUNTS)) == 0, "4 tokens for 4 times the cost"
+    near = np.array([1, 4 / MARGIN, 5], np.float32)
+    assert int(picked(gain, active, near * [1, 1.001, 1], COUNTS)) == 0, "too little gained"
+    assert int(picked(gain, active, near * [1, 0.999, 1], COUNTS)) == 1
     assert int(picked(gain, active & False, np.ones(3, np.float32), COUNTS)) == 0
 
 
