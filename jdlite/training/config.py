@@ -270,9 +270,9 @@ class TrainConfig:
     initialise: Literal["random", "target"] = "random"
     start: str | None = None
     compute_dtype: Dtype = "float32"
-    prompts: PromptsConfig = PromptsConfig()
-    regenerate: RegenerateConfig = RegenerateConfig()
-    data: DataConfig = DataConfig()
+    prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
+    regenerate: RegenerateConfig = dataclasses.field(default_factory=RegenerateConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
     batch: BatchOptions = BatchOptions()
     loss: LossOptions = LossOptions()
     optimizer: OptimizerOptions = OptimizerOptions()

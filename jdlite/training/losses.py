@@ -6,8 +6,8 @@ For a pair of an anchor and a draft let q be the drafter's law, p the target's (
 
 1 - l1 / 2 is the probability that rejection sampling keeps the draft.
 
-The gradient is written out instead of being left to autodiff: one sweep over vocabulary tiles finds the normaliser of q,
-a second l1 and kl, a third the gradient, whose products with W_o and u are summed at once. Nothing but a tile
+The gradient is written out instead of being left to autodiff: one sweep over vocabulary tiles finds the normaliser of
+q, a second l1 and kl, a third the gradient, whose products with W_o and u are summed at once. Nothing but a tile
 `[pairs, tile]` is held, and the tile stays in a CPU's cache; with logits as cheap as `R` multiplications each,
 computing them three times costs less than storing them. `surrogate` hands the gradient to autodiff.
 """
@@ -16,38 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jdlite.models.layers import project
+from jdlite.training.law import Law, Pieces
 
-# Rows of the target's LM head product that are made at once.
-_BLOCK = 128
 _NEGATIVE = -1e30  # stands for minus infinity where a difference of two of them must not be NaN
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Law:
-    """The target's next-token distributions of one micro-batch.
-
-    Attributes:
-        hidden: final-normed states of all positions, `[B T, D]`.
-        head: the LM head.
-        table: probabilities of the positions that are needed, in vocabulary tiles, or None: then they are computed for
-            every pair from `hidden`.
-        best: most likely token of each row of the table.
-        rank: row of the table of each position.
-    """
-
-    hidden: Float[Array, "BT D"]
-    head: Float[Array, "V D"]
-    table: Float[Array, "BT tiles tile"] | None = None
-    best: Int[Array, " BT"] | None = None
-    rank: Int[Array, " BT"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -75,89 +51,6 @@ class Weights:
     kl: float | jax.Array = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Sizes of the pieces.
-
-    Attributes:
-        tile: vocabulary rows of a tile.
-        tiles: how many; the last may reach past the vocabulary.
-        anchors: anchors per row of a chunk.
-    """
-
-    tile: int
-    tiles: int
-    anchors: int
-
-    @classmethod
-    def of(cls, vocab: int, rows: int, drafts: int, *, pairs: int, tile: int) -> Pieces:
-        """Tiles of about `tile` rows (0: what suits the platform) and chunks of about `pairs` pairs."""
-        want = tile or (1024 if jax.default_backend() == "cpu" else 16_384)
-        tiles = math.ceil(vocab / want)
-        return cls(math.ceil(vocab / tiles), tiles, max(1, pairs // (rows * drafts)))
-
-    def cut(self, weight: Float[Array, "V U"]) -> Float[Array, "tiles tile U"]:
-        """A matrix in tiles of rows, padded with zeros."""
-        short = self.tile * self.tiles - weight.shape[0]
-        padded = jnp.pad(weight, ((0, short), (0, 0))) if short else weight
-        return padded.reshape(self.tiles, self.tile, -1)
-
-
-def make_law(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    needed: Bool[Array, "B T"],
-    pieces: Pieces,
-    *,
-    shared: bool,
-) -> Law:
-    """The target's distributions at the needed positions.
-
-    Args:
-        hidden: final-normed states.
-        head: the LM head.
-        needed: positions that some draft is compared with.
-        pieces: sizes.
-        shared: compute each position once and keep it (one LM-head row per position), instead of once per pair.
-    """
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    if not shared:
-        return Law(hidden, head)
-    N, V = hidden.shape[0], head.shape[0]
-    block = min(_BLOCK, N)
-    order = jnp.argsort(~needed.reshape(-1), stable=True).astype(jnp.int32)
-    rank = jnp.argsort(order).astype(jnp.int32)
-
-    def fill(i, carry):
-        table, best = carry
-        # The last block is shifted left to end at N.
-        first = jnp.minimum(i * block, N - block)
-        rows = jax.lax.dynamic_slice_in_dim(order, first, block)
-        probabilities, top = _probabilities(hidden[rows], head)
-        padded = jnp.pad(probabilities, ((0, 0), (0, pieces.tile * pieces.tiles - V)))
-        padded = padded.reshape(block, pieces.tiles, pieces.tile)
-        return (
-            jax.lax.dynamic_update_slice(table, padded, (first, 0, 0)),
-            jax.lax.dynamic_update_slice(best, top, (first,)),
-        )
-
-    blocks = (jnp.sum(needed) + block - 1) // block
-    empty = jnp.zeros((N, pieces.tiles, pieces.tile)), jnp.zeros(N, jnp.int32)
-    table, best = jax.lax.fori_loop(0, blocks, fill, empty)
-    return Law(hidden, head, table, best, rank)
-
-
-def _probabilities(hidden, head):
-    """Softmax of the LM head's logits, `[n, V]` float32, and the first of the most likely tokens."""
-    z = project(hidden, head).astype(jnp.float32)
-    top = jnp.max(z, axis=1, keepdims=True)
-    e = jnp.exp(z - top)
-    # Two plain reductions; an argmax is several times slower on a CPU.
-    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    best = jnp.min(jnp.where(z == top, ids, z.shape[1]), axis=1)
-    return e / jnp.sum(e, axis=1, keepdims=True), jnp.minimum(best, z.shape[1] - 1)
-
-
 def surrogate(
     u: Float[Array, "B P K U"],
     output: Float[Array, "V U"],
@@ -171,7 +64,6 @@ def surrogate(
     label_is_target: bool = False,
     teacher: tuple[jax.Array, jax.Array] | None = None,
     learn_output: bool = True,
-    top_k: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Parts]:
     """`sum over pairs of scale (w_ce ce + w_l1 l1 + w_kl kl)`, in a form that autodiff can use.
 
@@ -187,7 +79,6 @@ def surrogate(
         label_is_target: the label of `ce` is the target's most likely token.
         teacher: head outputs and output matrix of the teacher.
         learn_output: whether the gradient of `output` is wanted.
-        top_k: compare with the target on its k most likely tokens; 0 compares all.
 
     Returns:
         A number whose gradient is that of the loss (its value means nothing), the loss, and the losses of each pair.
@@ -209,15 +100,14 @@ def surrogate(
     if teacher is not None:
         rows["teacher"] = teacher[0].reshape(B, P, K, -1)
     sweep = _Sweep(
-        output=pieces.cut(still(output)),
-        teacher=None if teacher is None else pieces.cut(still(teacher[1])),
+        output=pieces.cut(still(output).astype(u.dtype)),
+        teacher=None if teacher is None else pieces.cut(still(teacher[1]).astype(teacher[0].dtype)),
         vocab=output.shape[0],
         pieces=pieces,
         weights=weights,
         law=law,
         label_is_target=label_is_target,
         learn_output=learn_output,
-        top_k=top_k,
     )
 
     def body(d_output, rows):
@@ -245,12 +135,13 @@ class _Sweep:
     law: Law | None
     label_is_target: bool
     learn_output: bool
-    top_k: int
 
     def __call__(self, rows):
         w, u, scale = self.weights, rows["u"], rows["scale"]
         n = u.shape[0]
-        probabilities, best = self._target(rows["index"])
+        target = None if self.law is None else self.law.at(rows["index"])
+        probabilities, best = (None, None) if target is None else (target.tile, target.best)
+        flat = self.output.reshape(-1, u.shape[1])
         label = rows["label"] if best is None or not self.label_is_target else best
         zero = jnp.zeros(n, jnp.float32)
         low = jnp.full(n, _NEGATIVE)
@@ -292,8 +183,22 @@ class _Sweep:
         if probabilities is not None or self.teacher is not None:
             (l1, pull, kl), _ = jax.lax.scan(compare, (zero, zero, zero), tiles)
 
+        rest = zero
+        if target is not None and target.ids is not None:
+            # All tokens but the k most likely ones count as one.
+            top_rows = flat[target.ids]
+            q_top = jnp.exp(
+                jnp.einsum("nu,nku->nk", u, top_rows, preferred_element_type=jnp.float32) - log_norm[:, None]
+            )
+            d, d_rest = q_top - target.top, jnp.sum(target.top, axis=1) - jnp.sum(q_top, axis=1)
+            l1 = jnp.sum(jnp.abs(d), axis=1) + jnp.abs(d_rest)
+            rest = jnp.where(d_rest > 0, 1.0, -1.0)
+            signs = jnp.where(d > 0, 1.0, -1.0)
+            pull = jnp.sum(signs * q_top, axis=1) + rest * (1 - jnp.sum(q_top, axis=1))
+            apart = (scale * w.l1)[:, None] * q_top * (signs - rest[:, None])
+
         # d l1 / d z = q (s - sum_v s q) with s = sign(q - p).
-        common = (scale * (w.ce + w.kl - w.l1 * pull))[:, None]
+        common = (scale * (w.ce + w.kl + w.l1 * (rest - pull)))[:, None]
         signed, taught = (scale * w.l1)[:, None], (scale * w.kl)[:, None]
 
         def differentiate(d_u, x):
@@ -314,11 +219,15 @@ class _Sweep:
 
         d_u, d_output = jax.lax.scan(differentiate, jnp.zeros(u.shape, jnp.float32), tiles)
         at = (scale * w.ce)[:, None]
-        flat = self.output.reshape(-1, u.shape[1])
         d_u -= at * flat[label].astype(jnp.float32)
         if self.learn_output:
-            flat = d_output.reshape(flat.shape).at[label].add(-at * u.astype(jnp.float32))
-            d_output = flat.reshape(d_output.shape)
+            d_flat = d_output.reshape(flat.shape).at[label].add(-at * u.astype(jnp.float32))
+        if target is not None and target.ids is not None:
+            d_u += jnp.einsum("nk,nku->nu", apart, top_rows)
+            if self.learn_output:
+                d_flat = d_flat.at[target.ids].add(apart[..., None] * u[:, None].astype(jnp.float32))
+        if self.learn_output:
+            d_output = d_flat.reshape(d_output.shape)
         loss = jnp.sum(jnp.where(scale > 0, scale * (w.ce * ce + w.l1 * l1 + w.kl * kl), 0.0))
         return loss, d_u, d_output, (ce, l1, kl, match.astype(jnp.float32))
 
@@ -329,19 +238,6 @@ class _Sweep:
             column = tile * self.pieces.tile + jnp.arange(self.pieces.tile)
             z = jnp.where(column < self.vocab, z, _NEGATIVE)
         return z, tile
-
-    def _target(self, index) -> tuple[Callable[[jax.Array], jax.Array] | None, jax.Array | None]:
-        """The target's probabilities of a tile, `[n, tile]`, and its most likely tokens."""
-        law, pieces = self.law, self.pieces
-        if law is None:
-            return None, None
-        if law.table is not None and law.best is not None and law.rank is not None:
-            row, table = law.rank[index], law.table
-            return (lambda tile: table[row, tile]), law.best[row]
-        all_tokens, best = _probabilities(law.hidden[index], law.head)
-        short = pieces.tile * pieces.tiles - self.vocab
-        all_tokens = jnp.pad(all_tokens, ((0, 0), (0, short))).reshape(-1, pieces.tiles, pieces.tile)
-        return (lambda tile: all_tokens[:, tile]), best
 
 
 def _online(carry, z):

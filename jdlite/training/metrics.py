@@ -1,4 +1,4 @@
-"""Metrics of a run: averages between two lines, a file of JSON lines that a resumed run continues, TensorBoard, wandb."""
+"""Metrics of a run: averages between two lines, JSON lines that a resumed run continues, TensorBoard, wandb."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,7 +114,7 @@ def draw(run: Mapping[str, Lines]) -> bytes:
 def _shade_stages(row: Any, lines: Lines) -> None:
     """A vertical line where a stage ends."""
     train = [line for line in lines if line["kind"] == "train"]
-    for before, after in zip(train, train[1:], strict=False):
+    for before, after in itertools.pairwise(train):
         if before["stage"] != after["stage"]:
             for axis in row:
                 axis.axvline(before["step"], color="grey", linestyle=":", linewidth=1)

@@ -1,4 +1,4 @@
-"""The jitted training step: target forward, anchors, losses, gradient, update; and its counterpart for held-out rows."""
+"""The jitted training step: target forward, anchors, losses, gradient, update; and the evaluation of held-out rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jdlite.training.anchors import Anchors, choose, draft_weights, eligible, ga
 from jdlite.training.config import TrainConfig
 from jdlite.training.features import TargetStates, backbone_states, head_outputs, target_states
 from jdlite.training.initialise import Params, Template, lm_head
-from jdlite.training.losses import Law, Parts, Pieces, Weights, make_law, surrogate
+from jdlite.training.law import Law, Pieces, make_law
+from jdlite.training.losses import Parts, Weights, surrogate
 from jdlite.training.stages import Plan, Stage, learning_rate
 
 Batch = dict[str, jax.Array]
@@ -149,11 +150,11 @@ class Step:
     def _law(self, target: Decoder, states: TargetStates, index: jax.Array, used: jax.Array, pieces: Pieces) -> Law:
         o, shape = self.config.loss, states.hidden.shape[:2]
         N = shape[0] * shape[1]
-        fits = 4 * N * pieces.tile * pieces.tiles <= o.table_mb * 2**20
+        fits = 4 * N * (2 * o.top_k or pieces.tile * pieces.tiles) <= o.table_mb * 2**20
         # Rows of the batch lie on different devices of a mesh; the shared table would mix them.
         shared = fits and index.size > N and self.config.mesh.data == 1
         needed = jnp.zeros(N, bool).at[index.reshape(-1)].max(used.reshape(-1)).reshape(shape)
-        return make_law(states.hidden, lm_head(target), needed, pieces, shared=shared)
+        return make_law(states.hidden, lm_head(target), needed, pieces, shared=shared, top_k=o.top_k)
 
     def _loss(self, params, target, teacher, micro, scalars: Scalars, *, held_out: bool = False):
         """The loss of one micro-batch, in the form of `surrogate`, and sums to be logged."""

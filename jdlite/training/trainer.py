@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdlite.checkpoints.dlite_orbax import load_dlite_orbax, params_tree, save_dlite_orbax
 from jdlite.checkpoints.target import Target
 from jdlite.errors import CheckpointError, ConfigError, JdliteError
-from jdlite.models.dlite_config import DLiteConfig
 from jdlite.models.sharding import make_mesh
 from jdlite.training.config import FREE_GROUPS, TrainConfig
 from jdlite.training.data import Dataset, held_out_prompts, make_dataset

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdlite.training.losses import Law, Pieces, Weights, make_law, surrogate
+from jdlite.training.law import Law, Pieces, make_law
+from jdlite.training.losses import Weights, surrogate
 
 B, T, P, K, R, D, V = 2, 9, 5, 3, 4, 6, 23
 
@@ -26,13 +27,18 @@ def example(seed=0, vocab=V):
     }
 
 
-def plain(u, output, x, weights, *, law, label_is_target, teacher):
+def plain(u, output, x, weights, *, law, label_is_target, teacher, top_k=0):
     """The formulas of the module, on whole arrays."""
     log_q = jax.nn.log_softmax(u @ output.T)
     p = jax.nn.softmax(x["hidden"].reshape(B * T, D) @ x["head"].T)[x["index"]]
     label = jnp.argmax(p, axis=-1) if label_is_target else x["labels"]
     ce = -jnp.take_along_axis(log_q, label[..., None], axis=-1)[..., 0]
-    l1 = jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1) if law else jnp.zeros_like(ce)
+    q = jnp.exp(log_q)
+    l1 = jnp.sum(jnp.abs(p - q), axis=-1) if law else jnp.zeros_like(ce)
+    if top_k:
+        kept = p >= jnp.sort(p, axis=-1)[..., -top_k, None]
+        rest = jnp.abs(jnp.sum(jnp.where(kept, 0, p - q), axis=-1))
+        l1 = jnp.sum(jnp.where(kept, jnp.abs(p - q), 0), axis=-1) + rest
     log_t = jax.nn.log_softmax(x["teacher"][0] @ x["teacher"][1].T)
     kl = jnp.sum(jnp.exp(log_t) * (log_t - log_q), axis=-1) if teacher else jnp.zeros_like(ce)
     best = jnp.argmax(p, axis=-1) if law else label
@@ -43,6 +49,7 @@ def plain(u, output, x, weights, *, law, label_is_target, teacher):
 CASES = {
     "ce": (Weights(ce=1.0), {"law": False, "label_is_target": False, "teacher": False}),
     "ce and l1": (Weights(ce=0.1, l1=1.0), {"law": True, "label_is_target": True, "teacher": False}),
+    "top k": (Weights(ce=0.1, l1=1.0), {"law": True, "label_is_target": True, "teacher": False, "top_k": 4}),
     "data label": (Weights(ce=0.4, l1=0.7), {"law": True, "label_is_target": False, "teacher": False}),
     "kl": (Weights(kl=1.0), {"law": False, "label_is_target": False, "teacher": True}),
     "all": (Weights(ce=0.2, l1=0.3, kl=0.6), {"law": True, "label_is_target": True, "teacher": True}),
@@ -60,7 +67,9 @@ def test_values_and_gradients(case, shared):
     needed = jnp.zeros(B * T, bool).at[x["index"].reshape(-1)].set(True).reshape(B, T)
 
     def ours(u, output):
-        law = make_law(x["hidden"], x["head"], needed, pieces, shared=shared) if options["law"] else None
+        law = None
+        if options["law"]:
+            law = make_law(x["hidden"], x["head"], needed, pieces, shared=shared, top_k=options.get("top_k", 0))
         value, loss, parts = surrogate(
             u,
             output,
@@ -111,7 +120,7 @@ def test_only_needed_positions_are_filled():
 def test_large_logits_stay_finite():
     x = example()
     pieces = Pieces.of(V, B, K, pairs=100, tile=5)
-    law = Law(x["hidden"].reshape(B * T, D) * 1e3, x["head"])
+    law = Law(x["hidden"].reshape(B * T, D) * 1e3, x["head"], pieces)
 
     def ours(u):
         args = (x["output"], x["index"], x["labels"], x["scale"], Weights(ce=0.1, l1=1.0, kl=1.0), pieces)
