@@ -24,7 +24,7 @@ from jdlite.decoding.state import DecodeState, Progress, Request, init_state
 from jdlite.decoding.stats import Stats
 from jdlite.decoding.stops import Finish, make_stops
 from jdlite.drafters.plain import Plain
-from jdlite.errors import CapacityError
+from jdlite.errors import CapacityError, ConfigError
 from jdlite.models.decoder import Decoder
 
 # Rounds between two looks at the queue where no row ends; a look costs little, and Ctrl-C waits for it.
@@ -159,9 +159,12 @@ def decode_jobs(
 
     Raises:
         CapacityError: a prompt does not fit the model's context.
+        ConfigError: the sampling has penalties, which would need each row's history.
     """
     if not jobs:
         return
+    if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0):
+        raise ConfigError("training answers cannot be sampled with penalties; set them to 1, 0 and 0.")
     longest = max(len(job.tokens) for job in jobs)
     limit = model.config.max_position
     if longest >= (capacity or limit):

@@ -8,7 +8,7 @@ import pytest
 from jdlite.decoding.sampling import GREEDY, Sampling
 from jdlite.decoding.session import Session
 from jdlite.drafters.plain import Plain
-from jdlite.errors import CapacityError
+from jdlite.errors import CapacityError, ConfigError
 from jdlite.training.refill import Job, decode_jobs
 from tests.toys import CAPACITY, VOCAB, tiny_model
 
@@ -72,6 +72,11 @@ def test_a_row_that_fills_its_capacity_ends():
     job = Job(list(range(10)) * 4, 0, "long")
     ((tokens, finish),) = refilled([job], Sampling(banned_ids=(STOP,)), 30).values()
     assert (len(tokens), finish) == (CAPACITY - 40, "capacity")
+
+
+def test_penalties_are_refused():
+    with pytest.raises(ConfigError, match="cannot be sampled with penalties"):
+        refilled(make_jobs(1), Sampling(repetition_penalty=1.1), 5)
 
 
 def test_no_jobs_and_too_long_jobs():

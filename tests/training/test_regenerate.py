@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 import jdlite
 from jdlite.checkpoints.target import Target
-from jdlite.errors import ConfigError, PromptError
+from jdlite.errors import CheckpointError, ConfigError, PromptError
 from jdlite.training.prompts import make_prompt
 from jdlite.training.records import Records
 from jdlite.training.regenerate import RegenerateConfig, regenerate
@@ -103,12 +104,53 @@ def test_an_interrupted_run_goes_on_and_stores_the_same(tmp_path, reference, aft
     with pytest.raises(Stop):
         run(tmp_path, progress=progress)
     assert seen == list(range(after + 1))
+    # What a kill while records were written leaves.
+    (tmp_path / ".records.x1y2").mkdir()
+    (tmp_path / ".records.x1y2" / "records-00000.arecord").write_bytes(b"part")
     again = []
     summary = run(tmp_path, progress=lambda done, total: again.append(done))
     # Nothing that was finished is done again.
     assert again == list(range(after, len(PROMPTS) + 1))
     assert summary.made == len(PROMPTS) - after
     assert files(tmp_path) == files(reference[0])
+
+
+def test_a_full_disk_keeps_finished_answers(tmp_path, reference):
+    """A limit on the size of files stands for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[0][1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*; free some space .* answers that were finished"):
+            run(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+        signal.signal(signal.SIGXFSZ, before[1])
+    assert 0 < run(tmp_path).made < len(PROMPTS)
+    assert files(tmp_path) == files(reference[0])
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    def progress(done, total):
+        with pytest.raises(ConfigError, match="another process is writing"):
+            run(tmp_path)
+        raise Stop
+
+    with pytest.raises(Stop):
+        run(tmp_path, progress=progress)
+
+
+def test_thinking_is_off_where_the_template_has_it(tmp_path):
+    chat = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not enable_thinking %}<off>{% endif %}{{ more }}"
+    target = tiny_target(chat)
+    run(tmp_path / "off", PROMPTS[:1], target=target)
+    run(
+        tmp_path / "on", PROMPTS[:1], dataclasses.replace(CONFIG, thinking=True, template_options={"more": "!"}), target
+    )
+    texts = []
+    for name in ("off", "on"):
+        (example,) = Records(tmp_path / name)
+        texts.append(target.tokenizer.decode(example.tokens[: example.prompt_length]))
+    assert texts == ["question 1 <off>", "question 1 !"]
 
 
 def test_a_finished_run_does_nothing(reference):
