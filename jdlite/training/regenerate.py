@@ -25,7 +25,7 @@ from jdlite.training.refill import Job, decode_jobs
 
 Responses = Literal["target", "transcript"]
 Progress = Callable[[int, int], None]
-JOURNAL, RUN = "answers.journal", "run.json"
+JOURNAL, RUN = "answers.journal", "answers.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,14 +219,15 @@ def _check_run(path: Path, run: Mapping[str, Any]) -> None:
             ) from error
         return
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); delete the folder and run again.") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); delete it and the answers beside it.") from error
     # Compared as JSON, since a tuple comes back as a list.
     now = json.loads(json.dumps(run))
     different = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     if different:
         changes = "; ".join(f"{name} was {_short(before.get(name))}, is {_short(now.get(name))}" for name in different)
         raise ConfigError(
-            f"{path.parent} holds answers of another run ({changes}); choose another folder or delete this one."
+            f"{path.parent} holds answers of another run ({changes}); choose another folder or delete {RUN}, {JOURNAL} "
+            f"and {records.FOLDER} there."
         )
 
 
