@@ -91,19 +91,20 @@ def resolve_costs(target: Target, drafter: Drafter, batch: int, budget: str | Co
     if budget == "full":
         return Costs.free(counts)
     if budget == "auto":
-        stored = load_costs(costs_file(cache_folder(), target.model, counts, batch))
-        return Costs.typical(counts) if stored is None else stored
+        stored = load_costs(costs_file(cache_folder(), target.model, batch))
+        return Costs.typical(counts) if stored is None else stored.resample(counts)
     raise ConfigError(f'budget must be "auto", "full" or a Costs table: got {budget!r}.')
 
 
 def calibrate(
     target: Target, drafter: str | Drafter, *, batch: int = 1, folder: Path | None = None, **options
 ) -> Costs:
-    """Measure what verifying costs on this machine, once; later calls and `decode(budget="auto")` read the file.
+    """Measure what verifying costs on this machine, once for all drafters; later calls and `decode(budget="auto")` read
+    the file.
 
     Args:
         target: the target.
-        drafter: only its number of nodes matters.
+        drafter: whose numbers of nodes the table is for.
         batch: B of the decode calls to come.
         folder: where to keep the table; the user's cache folder by default.
         options: for `decoding.costs.measure_costs`.
@@ -112,12 +113,12 @@ def calibrate(
     counts = variants(drafter.max_nodes)
     if counts == (1,):
         return Costs.free(counts)
-    path = costs_file(folder or cache_folder(), target.model, counts, batch)
+    path = costs_file(folder or cache_folder(), target.model, batch)
     costs = load_costs(path)
     if costs is None:
-        costs = measure_costs(target.model, counts, batch=batch, **options)
+        costs = measure_costs(target.model, batch=batch, **options)
         save_costs(path, costs)
-    return costs
+    return costs.resample(counts)
 
 
 def decode(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jdlite import cli
 from jdlite.errors import ConfigError, PromptError
+from jdlite.files import atomic_file
 
 if TYPE_CHECKING:
     from jdlite.checkpoints.target import Target
@@ -252,14 +252,8 @@ def _write(out: Path | None, results: Sequence[Mapping[str, Any]], new: Sequence
             print(json.dumps(result, ensure_ascii=False), flush=True)
         return
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.absolute().parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
-            Path(temporary).chmod(0o644)
-            os.replace(temporary, out)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with atomic_file(out) as file:
+            file.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
     except OSError as error:
         raise ConfigError(
             f"cannot write {out} ({error.strerror or error}); free some space and run this again."

@@ -190,15 +190,15 @@ def load_costs(target: Target, drafter: Drafter, budget: str, batch: int, folder
     """
     from jdlite.api import calibrate, resolve_costs
     from jdlite.decoding.costs import costs_file
-    from jdlite.decoding.policy import variants
+    from jdlite.decoding.policy import NODE_COUNTS, variants
 
     counts = variants(drafter.max_nodes)
     if budget != "auto" or counts == (1,):
         return resolve_costs(target, drafter, batch, "full" if counts == (1,) else budget)
-    if costs_file(folder, target.model, counts, batch).exists():
+    if costs_file(folder, target.model, batch).exists():
         return calibrate(target, drafter, batch=batch, folder=folder, **options)
     with stage("Measuring what forwards cost here (once per machine and model)") as update:
-        total, done = 2 * len(counts) * (options.get("repeats", 5) + 1), 0
+        total, done = 2 * len(NODE_COUNTS) * (options.get("repeats", 5) + 1), 0
 
         def count(message: str) -> None:
             nonlocal done

@@ -225,6 +225,7 @@ def test_cost_tables(target, tmp_path, monkeypatch):
     measured = jdlite.calibrate(target, drafter, capacity=16, repeats=1)
     again = api.resolve_costs(target, drafter, 1, "auto")
     np.testing.assert_array_equal(again.fixed, measured.fixed)
+    assert measured.counts == counts
     monkeypatch.setattr(api, "measure_costs", lambda *a, **k: pytest.fail("measured twice"))
     np.testing.assert_array_equal(jdlite.calibrate(target, "pld:num_drafts=2").fixed, measured.fixed)
     assert jdlite.calibrate(target, "plain").counts == (1,)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jdlite import cli
 from jdlite.checkpoints.target import load_target
-from jdlite.decoding.policy import Costs
+from jdlite.decoding.policy import NODE_COUNTS, Costs
 from jdlite.evaluation import demo
 from tests.tiny_target import save_tiny_target
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def call(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "use_compile_cache", lambda folder: None)
-    monkeypatch.setattr("jdlite.api.measure_costs", lambda model, counts, **options: Costs.typical(counts))
+    monkeypatch.setattr("jdlite.api.measure_costs", lambda model, **options: Costs.typical(NODE_COUNTS))
 
     def call(*arguments):
         common = ["--target", str(folder), "--cache-dir", str(tmp_path), "--drafter", "pld", "--capacity", "4096"]

@@ -17,7 +17,7 @@ from jdlite import cli, generate
 from jdlite.checkpoints import demo
 from jdlite.checkpoints.target import load_target
 from jdlite.conversation import TextStream
-from jdlite.decoding.policy import Costs
+from jdlite.decoding.policy import NODE_COUNTS, Costs
 from tests.tiny_target import save_tiny_target, tiny_model
 
 # One capacity and one drafter, so that the tests share their compilations.
@@ -193,16 +193,16 @@ def test_full_capacity_is_said(call):
 def test_auto_budget_measures_once(call, monkeypatch):
     measured = []
 
-    def measure(model, counts, *, batch, progress):
+    def measure(model, *, batch, progress):
         progress("forwards")
-        measured.append((counts, batch))
-        return Costs.typical(counts)
+        measured.append(batch)
+        return Costs.typical(NODE_COUNTS)
 
     monkeypatch.setattr("jdlite.api.measure_costs", measure)
-    for _ in range(2):
-        status, _, err = call("--prompt", "la la", "--raw", "--budget", "auto")
+    for drafter in ("pld", "adapld"):
+        status, _, err = call("--prompt", "la la", "--raw", "--budget", "auto", "--drafter", drafter)
         assert status == 0
-    assert measured == [((1, 4, 8, 11), 1)]
+    assert measured == [1], "one table serves all drafters"
     assert "Measuring" not in err
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdlite.decoding.policy import Costs
+from jdlite.decoding.policy import NODE_COUNTS, Costs
+from jdlite.files import atomic_file
 from jdlite.models.decoder import Decoder
 
 
 def measure_costs(
     model: Decoder,
-    counts: tuple[int, ...],
+    counts: tuple[int, ...] = NODE_COUNTS,
     *,
     batch: int = 1,
     capacity: int = 2048,
@@ -37,7 +37,7 @@ def measure_costs(
 
     Args:
         model: the target.
-        counts: numbers of nodes to compile and time (`policy.variants`).
+        counts: numbers of nodes to compile and time. `Costs.resample` gives those of a drafter.
         batch: B.
         capacity: committed tokens of the second measurement.
         repeats: timings of each.
@@ -71,16 +71,17 @@ def measure_costs(
                     times[i, j, repeat] = time.perf_counter() - begin
     short, long = np.median(times, axis=2)
     slope = np.maximum(long - short, 0) / (lengths[1] - lengths[0])
-    fixed = short - slope * lengths[0]
+    # On a noisy machine the line may even fall below zero at length 0.
+    fixed = np.maximum(short - slope * lengths[0], short / 2)
     # More nodes never cost less; a timing that says so is noise.
     fixed, slope = np.maximum.accumulate(fixed) / fixed[0], np.maximum.accumulate(slope) / fixed[0]
     return Costs(jnp.asarray(fixed, jnp.float32), jnp.asarray(slope, jnp.float32), counts)
 
 
-def costs_file(folder: Path, model: Decoder, counts: tuple[int, ...], batch: int) -> Path:
-    """Where the costs of this device, model shape, dtype, batch size and these counts are kept."""
+def costs_file(folder: Path, model: Decoder, batch: int) -> Path:
+    """Where the costs of this device, model shape, dtype and batch size are kept, for all drafters."""
     device = jax.devices()[0]
-    what = [device.platform, device.device_kind, os.cpu_count(), jax.__version__, str(model.dtype), batch, list(counts)]
+    what = [device.platform, device.device_kind, os.cpu_count(), jax.__version__, str(model.dtype), batch]
     key = hashlib.sha256(repr((what, dataclasses.astuple(model.config))).encode()).hexdigest()[:16]
     return folder / f"costs-{key}.json"
 
@@ -106,13 +107,10 @@ def load_costs(path: Path) -> Costs | None:
 
 def save_costs(path: Path, costs: Costs) -> None:
     """Write costs to a temporary name and rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "counts": list(costs.counts),
         "fixed": np.asarray(costs.fixed).tolist(),
         "per_token": np.asarray(costs.per_token).tolist(),
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
+    with atomic_file(path) as file:
         json.dump(content, file, indent=1)
-    os.replace(temporary, path)

@@ -62,6 +62,22 @@ class Costs:
         fixed = jnp.asarray([1 + 0.06 * (n - 1) for n in counts], jnp.float32)
         return cls(fixed, jnp.zeros(len(counts), jnp.float32), counts)
 
+    def resample(self, counts: tuple[int, ...]) -> Costs:
+        """The costs of other numbers of nodes, on straight lines between those measured (beyond them, on the last)."""
+        if counts == self.counts:
+            return self
+        measured = jnp.asarray(self.counts, jnp.float32)
+        wanted = jnp.asarray(counts, jnp.float32)
+
+        def line(values: jax.Array) -> jax.Array:
+            if len(self.counts) == 1:
+                return jnp.broadcast_to(values, len(counts))
+            left = jnp.clip(jnp.searchsorted(measured, wanted, side="right") - 1, 0, len(self.counts) - 2)
+            share = (wanted - measured[left]) / (measured[left + 1] - measured[left])
+            return values[left] + share * (values[left + 1] - values[left])
+
+        return Costs(line(self.fixed), line(self.per_token), counts)
+
     def at(self, length: jax.Array) -> Float[Array, " n"]:
         """Cost of each number of nodes when the longest row has `length` committed tokens."""
         return self.fixed + self.per_token * length

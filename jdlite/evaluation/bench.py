@@ -99,8 +99,8 @@ def split_budget(spec: str, budget: str) -> tuple[str, str]:
         JdliteError: the drafter or the budget is not usable.
     """
     name, at, own = spec.rpartition("@")
-    # An @ may also be in the path of a trained drafter.
-    name, own = (name, own) if at and "/" not in own else (spec, budget)
+    # An @ may also be in the path of a trained drafter; a budget is one word.
+    name, own = (name, own) if at and own.isalpha() else (spec, budget)
     if own not in BUDGETS:
         raise ConfigError(f"the budget of drafter {spec!r} must be one of {', '.join(BUDGETS)}: got {own!r}.")
     check_drafter(name)
@@ -262,11 +262,9 @@ class Bench:
                 if self._budgets[spec] == "full" or counts == (1,):
                     tables[spec] = resolve_costs(self.target, drafter, batch, "full")
                     continue
-                path = costs_file(self._costs_folder, self.target.model, counts, batch)
+                path = costs_file(self._costs_folder, self.target.model, batch)
                 if not path.exists():
-                    self.progress(
-                        f"measuring forwards of {counts} nodes once for this machine, model and batch {batch}"
-                    )
+                    self.progress(f"measuring what forwards cost, once for this machine, model and batch {batch}")
                 tables[spec] = calibrate(self.target, drafter, batch=batch, folder=self._costs_folder)
                 self._note(f"budget auto of {spec}, batch {batch}: {_costs_in_words(tables[spec])}")
             self._costs[batch] = tables

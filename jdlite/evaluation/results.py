@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import jax
 
 import jdlite
 from jdlite.errors import ConfigError
+from jdlite.files import atomic_file
 
 FORMAT = 1
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "torch")
@@ -57,17 +57,10 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the place cannot be written.
     """
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with atomic_file(path) as file:
             json.dump(content, file, ensure_ascii=False)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only the owner may read
-        os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise ConfigError(
             f"the results cannot be written to {path} ({error.strerror or error}); choose another place."
         ) from error

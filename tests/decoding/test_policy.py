@@ -52,6 +52,22 @@ def test_variants():
         assert counts[-1] == n
 
 
+def test_costs_of_other_numbers_of_nodes():
+    """Numpy's interpolation between the measured numbers, the last line's slope beyond them."""
+    measured = (1, 4, 8, 16, 40)
+    fixed, slope = np.array([1, 1.4, 1.6, 2.4, 4.8]), np.array([0.1, 0.1, 0.2, 0.4, 0.5])
+    costs = Costs(jnp.asarray(fixed, jnp.float32), jnp.asarray(slope, jnp.float32), measured)
+    assert costs.resample(measured) is costs
+    got = costs.resample((1, 4, 11, 39, 64))
+    assert got.counts == (1, 4, 11, 39, 64)
+    for values, expected in ((got.fixed, fixed), (got.per_token, slope)):
+        np.testing.assert_allclose(values[:4], np.interp([1, 4, 11, 39], measured, expected), rtol=1e-6)
+        beyond = expected[-1] + (expected[-1] - expected[-2]) / 24 * 24
+        np.testing.assert_allclose(values[4], beyond, rtol=1e-6)
+    lone = Costs.free((1,)).resample((1, 8))
+    np.testing.assert_array_equal(lone.fixed, [1, 1])
+
+
 @given(seed=st.integers(0, 2**31 - 1), rows=st.integers(1, 3))
 def test_choose_is_the_best_ratio(seed, rows):
     """Expected tokens per cost by counting, rows that are not active left out; a dearer forward must be worth it."""

@@ -163,7 +163,7 @@ def test_budget_auto_measures_once_and_says_so(folder, capsys):
     cache = folder / "costs"
     for time in ("first", "second"):
         assert command.main([*arguments(folder, f"{time}.json"), *words, "--cache-dir", str(cache)]) == 0
-        assert ("measuring forwards" in capsys.readouterr().err) == (time == "first")
+        assert ("measuring what forwards cost" in capsys.readouterr().err) == (time == "first")
         kept = json.loads((folder / f"{time}.json").read_text())
         assert any("budget auto of pld@auto, batch 1" in note for note in kept["notes"])
         assert all(row["exact_match"] == 1.0 for row in kept["summary"])
