@@ -305,7 +305,7 @@ class TrainConfig:
                     "drafter.mask_token_id is missing; name a row of the target's embedding that no text uses."
                 )
             fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-            config = DLiteConfig.for_target(target, **fields)
+            config = DLiteConfig.for_target(target, **fields)  # pyright: ignore[reportArgumentType]
         else:
             config = DLiteConfig.from_dict(fields)
         config.check_target(target)

@@ -115,9 +115,10 @@ def surrogate(
         return None if d_output is None else d_output + d_new, (loss, d_u, parts)
 
     begin = jnp.zeros(sweep.output.shape, jnp.float32) if learn_output else None
-    d_output, (losses, d_u, parts) = jax.lax.scan(body, begin, {name: cut(still(x)) for name, x in rows.items()})
+    cut_rows = {name: cut(still(x)) for name, x in rows.items()}
+    d_output, (losses, d_u, parts) = jax.lax.scan(body, begin, cut_rows)  # pyright: ignore[reportArgumentType]
     value = jnp.sum(u.astype(jnp.float32) * still(join(d_u)))
-    if learn_output:
+    if d_output is not None:
         d_output = d_output.reshape(-1, U)[: output.shape[0]]
         value += jnp.sum(output.astype(jnp.float32) * still(d_output))
     return value, jnp.sum(losses), Parts(*(join(x) for x in parts))
@@ -161,7 +162,7 @@ class _Sweep:
         carry = ((low, zero), (low, zero), zero, zero)
         (q_carry, t_carry, at_label, at_best), _ = jax.lax.scan(normalise, carry, tiles)
         log_norm = q_carry[0] + jnp.log(q_carry[1])
-        teacher_norm = None if self.teacher is None else t_carry[0] + jnp.log(t_carry[1])
+        teacher_norm = t_carry[0] + jnp.log(t_carry[1])
         ce = log_norm - at_label
         match = (at_label if best is None or self.label_is_target else at_best) >= q_carry[0]
 
@@ -183,19 +184,10 @@ class _Sweep:
         if probabilities is not None or self.teacher is not None:
             (l1, pull, kl), _ = jax.lax.scan(compare, (zero, zero, zero), tiles)
 
-        rest = zero
+        rest, likely = zero, None
         if target is not None and target.ids is not None:
-            # All tokens but the k most likely ones count as one.
-            top_rows = flat[target.ids]
-            q_top = jnp.exp(
-                jnp.einsum("nu,nku->nk", u, top_rows, preferred_element_type=jnp.float32) - log_norm[:, None]
-            )
-            d, d_rest = q_top - target.top, jnp.sum(target.top, axis=1) - jnp.sum(q_top, axis=1)
-            l1 = jnp.sum(jnp.abs(d), axis=1) + jnp.abs(d_rest)
-            rest = jnp.where(d_rest > 0, 1.0, -1.0)
-            signs = jnp.where(d > 0, 1.0, -1.0)
-            pull = jnp.sum(signs * q_top, axis=1) + rest * (1 - jnp.sum(q_top, axis=1))
-            apart = (scale * w.l1)[:, None] * q_top * (signs - rest[:, None])
+            likely = _compare_likely(u, flat[target.ids], target.top, log_norm)
+            l1, pull, rest = likely.l1, likely.pull, likely.rest
 
         # d l1 / d z = q (s - sum_v s q) with s = sign(q - p).
         common = (scale * (w.ce + w.kl + w.l1 * (rest - pull)))[:, None]
@@ -218,16 +210,17 @@ class _Sweep:
             return d_u, jnp.matmul(d_z.T, u, preferred_element_type=jnp.float32)
 
         d_u, d_output = jax.lax.scan(differentiate, jnp.zeros(u.shape, jnp.float32), tiles)
-        at = (scale * w.ce)[:, None]
+        at, d_flat = (scale * w.ce)[:, None], None
         d_u -= at * flat[label].astype(jnp.float32)
-        if self.learn_output:
-            d_flat = d_output.reshape(flat.shape).at[label].add(-at * u.astype(jnp.float32))
-        if target is not None and target.ids is not None:
-            d_u += jnp.einsum("nk,nku->nu", apart, top_rows)
-            if self.learn_output:
-                d_flat = d_flat.at[target.ids].add(apart[..., None] * u[:, None].astype(jnp.float32))
-        if self.learn_output:
-            d_output = d_flat.reshape(d_output.shape)
+        wide = u.astype(jnp.float32)
+        if d_output is not None:
+            d_flat = d_output.reshape(flat.shape).at[label].add(-at * wide)
+        if target is not None and likely is not None:
+            apart = signed * likely.apart
+            d_u += jnp.einsum("nk,nku->nu", apart, flat[target.ids].astype(jnp.float32))
+            if d_flat is not None:
+                d_flat = d_flat.at[target.ids].add(apart[..., None] * wide[:, None])
+        d_output = None if d_flat is None else d_flat.reshape(self.output.shape)
         loss = jnp.sum(jnp.where(scale > 0, scale * (w.ce * ce + w.l1 * l1 + w.kl * kl), 0.0))
         return loss, d_u, d_output, (ce, l1, kl, match.astype(jnp.float32))
 
@@ -238,6 +231,32 @@ class _Sweep:
             column = tile * self.pieces.tile + jnp.arange(self.pieces.tile)
             z = jnp.where(column < self.vocab, z, _NEGATIVE)
         return z, tile
+
+
+@dataclasses.dataclass(frozen=True)
+class _Likely:
+    """Comparison on the target's k most likely tokens, all others counted as one.
+
+    Attributes:
+        l1, pull: as over the whole vocabulary; `pull` is sum_v s q.
+        rest: the sign s of the others.
+        apart: q (s - rest) of the k tokens, `[n, k]`: what their gradient has beyond that of the others.
+    """
+
+    l1: jax.Array
+    pull: jax.Array
+    rest: jax.Array
+    apart: jax.Array
+
+
+def _compare_likely(u, rows, top, log_norm) -> _Likely:
+    z = jnp.einsum("nu,nku->nk", u, rows, preferred_element_type=jnp.float32)
+    q = jnp.exp(z - log_norm[:, None])
+    d, others = q - top, jnp.sum(top, axis=1) - jnp.sum(q, axis=1)
+    signs, rest = jnp.where(d > 0, 1.0, -1.0), jnp.where(others > 0, 1.0, -1.0)
+    pull = jnp.sum(signs * q, axis=1) + rest * (1 - jnp.sum(q, axis=1))
+    l1 = jnp.sum(jnp.abs(d), axis=1) + jnp.abs(others)
+    return _Likely(l1, pull, rest, q * (signs - rest[:, None]))
 
 
 def _online(carry, z):

@@ -173,7 +173,7 @@ class RunCheckpoints:
 
     def _restore(self, step: int, params, opt_state, accept) -> RunState:
         json = ocp.args.JsonRestore
-        read = self._manager.restore(step, args=ocp.args.Composite(config=json(), train=json(), data=json()))
+        read: Any = self._manager.restore(step, args=ocp.args.Composite(config=json(), train=json(), data=json()))
         where = self.folder / str(step)
         if read.config.get("schema") != SCHEMA:
             raise CheckpointError(
@@ -194,7 +194,7 @@ class RunCheckpoints:
         metadata = self._manager.item_metadata(step)
         check_arrays(metadata["params"].tree, params, f"{where}/params")
         check_arrays(metadata["opt_state"].tree, opt_state, f"{where}/opt_state")
-        arrays = self._manager.restore(
+        arrays: Any = self._manager.restore(
             step,
             args=ocp.args.Composite(
                 params=ocp.args.StandardRestore(_abstract(params)),

@@ -18,6 +18,22 @@ from jdlite.training.trainer import PhaseRun, Report, TrainingError
 from tests.training.tiny_run import config, store, target
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_once(tmp_path_factory):
+    """Each run compiles its own steps; programs of the same kind are compiled once for all tests here."""
+    names = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    old = {name: getattr(jax.config, name) for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in old.items():
+        jax.config.update(name, value)
+
+
 def train(folder, phase, *overrides, stop_at=(), until=None):
     """Run a phase to its end, stopping and beginning anew after the given numbers of steps."""
     said = []
