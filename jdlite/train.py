@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -98,11 +99,15 @@ def _load_target(config: TrainConfig, folder: Path) -> Target:
     mesh = config.mesh
     if mesh.data * mesh.model == 1:
         return cli.load_target(config.target.path, config.target.dtype, folder)
-    from jdlite.models.sharding import make_mesh, shard_model
+    from jdlite.checkpoints.target import load_target
+    from jdlite.models.sharding import make_mesh, placement, shard_model
 
-    target = cli.load_target(config.target.path, config.target.dtype, folder)
-    model = shard_model(target.model, make_mesh(data=mesh.data, model=mesh.model))
-    return dataclasses.replace(target, model=model)
+    devices = make_mesh(data=mesh.data, model=mesh.model)
+    if config.target.path == cli.DEMO:
+        target = cli.load_target(config.target.path, config.target.dtype, folder)
+        return dataclasses.replace(target, model=shard_model(target.model, devices))
+    with cli.stage("Loading the target") as update:
+        return load_target(config.target.path, config.target.dtype, placement=placement(devices), progress=update)
 
 
 def check_mask(target: Target, mask_token_id: int) -> None:
@@ -116,8 +121,9 @@ def check_mask(target: Target, mask_token_id: int) -> None:
         return
     special = set(getattr(tokenizer, "all_special_ids", ())) | set(getattr(tokenizer, "added_tokens_decoder", {}))
     piece = tokenizer.convert_ids_to_tokens(mask_token_id)
-    used = set(target.eos_ids) | {tokenizer.bos_token_id}
-    if mask_token_id not in special or mask_token_id in used:
+    used = mask_token_id in {*target.eos_ids, tokenizer.bos_token_id}
+    used |= piece in str(getattr(tokenizer, "chat_template", ""))
+    if mask_token_id not in special or used:
         raise ConfigError(
             f"drafter.mask_token_id {mask_token_id} is {piece!r}, which texts use; choose an unused special token, or "
             "a row of the embedding past the tokenizer's tokens."
@@ -156,7 +162,7 @@ def _regenerate(config: TrainConfig, target: Target) -> None:
         note(f"{len(prompts.skipped)} malformed rows are left out, the first: {prompts.skipped[0]}")
     if prompts.duplicates:
         note(f"{prompts.duplicates} rows repeat earlier ones and are left out.")
-    with cli.stage("Regenerating the answers") as update:
+    with cli.stage("Regenerating the answers") as update, _now_and_then(update) as update:
         summary = regenerate(
             target,
             target.need_tokenizer(),
@@ -201,6 +207,22 @@ def _run_phase(config: TrainConfig, target: Target, phase: Phase, until: str | N
         )
         _note(f"{phase}: {best}report: {path}")
     return outcome
+
+
+@contextlib.contextmanager
+def _now_and_then(update: cli.Update) -> Iterator[cli.Update]:
+    """Where there is no terminal for a bar, a line a minute: the stage may take hours."""
+    last = time.monotonic()
+
+    def count(done: int, total: int) -> None:
+        nonlocal last
+        update(done, total)
+        now = time.monotonic()
+        if now - last > 60 and not cli.stderr_console().is_terminal:
+            last = now
+            _note(f"{done}/{total} answers")
+
+    yield count
 
 
 def _note(text: str) -> None:

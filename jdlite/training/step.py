@@ -50,7 +50,7 @@ def make_optimizer(plan: Plan, config: TrainConfig) -> optax.GradientTransformat
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """One stage's computation; `train` and `evaluate` are pure and are jitted by the caller.
 

@@ -32,6 +32,8 @@ PHASES: tuple[Phase, ...] = ("teacher", "student", "single")
 CHECKPOINTS, BEST = "checkpoints", "best"
 # A step number that no run reaches: anchors of held-out rows are always the same.
 _HELD_OUT = 2**31 - 1
+# Settings within compared groups that do not change what is trained.
+_FREE = ("target.path", "data.prefetch")
 
 
 class TrainingError(JdliteError):
@@ -210,7 +212,7 @@ class PhaseRun:
             for name in stored.keys() | ours.keys()
             if name.partition(".")[0] not in ignored and stored.get(name) != ours.get(name)
         )
-        wrong = [f"{name} was {stored.get(name)!r}, is {ours.get(name)!r}" for name in names if name != "target.path"]
+        wrong = [f"{name} was {stored.get(name)!r}, is {ours.get(name)!r}" for name in names if name not in _FREE]
         if info["target_hash"] != self.target.weights_hash:
             wrong.append(f"the target was {info['target']} with other weights, is {self.target.source}")
         if info["steps"] != self.plan.steps:

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 from jdlite import checkpoint, train
 from jdlite.checkpoints.drafter import load_drafter
+from jdlite.models.config import DecoderConfig
+from jdlite.models.decoder import Decoder
 from jdlite.training.config import TrainConfig
 from jdlite.training.dry_run import KNOWN, target_shape
 from jdlite.training.yaml_config import load
@@ -20,7 +23,9 @@ PARAMETERS = {"dlite-qwen3-4b": "603,322,560", "dlite-qwen3-8b": "1,123,879,680"
 @pytest.fixture
 def run(tmp_path):
     """A configuration file for a tiny target with a tokenizer, and its prompts."""
-    save_tiny_target(tmp_path / "target")
+    # Two rows more than the tokenizer has tokens: the mask is one of them.
+    shape = DecoderConfig.tiny(vocab_size=260, num_layers=2, hidden_size=16, intermediate_size=16, head_dim=8)
+    save_tiny_target(tmp_path / "target", model=Decoder(shape, rngs=nnx.Rngs(3)))
     prompts = "".join(
         json.dumps({"messages": [{"role": "user", "content": f"Say {i} {'and ' * (i % 3)}."}]}) + "\n" for i in range(8)
     )
@@ -29,7 +34,7 @@ def run(tmp_path):
         f"""
 folder: {tmp_path}/run
 target: {{path: {tmp_path}/target}}
-drafter: {{preset: target, mask_token_id: 0, num_layers: 1, num_taps: 2, rank: 4, block_size: 3}}
+drafter: {{preset: target, mask_token_id: 259, num_layers: 1, num_taps: 2, rank: 4, block_size: 3}}
 prompts: {{path: {tmp_path}/prompts.jsonl}}
 regenerate: {{temperature: 0.0, max_new_tokens: 8, batch_size: 4}}
 data: {{held_out_fraction: 0.2, truncated: keep, prefetch: 0}}
@@ -82,6 +87,7 @@ def test_stage_stable_needs_its_warm_up(run, capsys):
     [
         (["optimizer.lerning_rate=1"], "'lerning_rate' is unknown in optimizer"),
         (["drafter.mask_token_id=70"], "which texts use"),
+        (["drafter.mask_token_id=0"], "which texts use"),
         (["drafter.mask_token_id=1"], "which texts use"),
         (["drafter.num_taps=3"], "num_taps must be between 2 and the target's 2 layers"),
         (["target.path=/nowhere/at-all"], "no folder at"),
