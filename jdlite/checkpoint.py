@@ -97,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checkpoint(command: Inspect | Convert | Export) -> None:
+    from jdlite.training.run_checkpoint import quiet_orbax
+
+    quiet_orbax()
     if isinstance(command, Inspect):
         facts = inspect(command.folder)
         print(json.dumps(facts, indent=2) if command.json else _text(facts))

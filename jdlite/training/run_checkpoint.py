@@ -82,8 +82,7 @@ class RunCheckpoints:
             self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        # Orbax warns about every folder that is no step; `best` and damaged steps lie here too.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        quiet_orbax()
         json, arrays = ocp.JsonCheckpointHandler, ocp.StandardCheckpointHandler
         return ocp.CheckpointManager(
             self.folder,
@@ -237,6 +236,11 @@ class RunCheckpoints:
                 f"cannot {verb} checkpoints in {self.folder} ({reason:.200}); {safe}: free some space and run the same "
                 "command again."
             ) from error
+
+
+def quiet_orbax() -> None:
+    """Keep Orbax from warning about folders that are no step and about items that nobody asked for."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def flat_arrays(tree: Any) -> dict[str, Any]:

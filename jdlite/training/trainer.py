@@ -23,7 +23,7 @@ from jdlite.training.data import Dataset, held_out_prompts, make_dataset
 from jdlite.training.evaluate import decoded_tau, held_out_figures
 from jdlite.training.initialise import Params, Template, random_params, target_params
 from jdlite.training.metrics import TIME, Interval, Writers
-from jdlite.training.run_checkpoint import RunCheckpoints, RunState
+from jdlite.training.run_checkpoint import RunCheckpoints, RunState, quiet_orbax
 from jdlite.training.stages import Phase, Stage, learning_rate, make_plan
 from jdlite.training.step import Scalars, Step, jit_evaluate, jit_train, make_optimizer
 from jdlite.training.yaml_config import to_dict
@@ -95,6 +95,7 @@ class PhaseRun:
         report: Report | None = None,
         dataset: Dataset | None = None,
     ):
+        quiet_orbax()
         self.config, self.target, self.phase = config, target, phase
         self.report = report or Report()
         self.folder = Path(config.folder).expanduser().absolute() / phase
