@@ -160,6 +160,7 @@ class PhaseRun:
             raise CheckpointError(
                 f"the teacher stands at step {steps[-1]} of {info['steps']}; finish --stage teacher first."
             )
+        self._check_origin(info, folder)
         wanted = self.config.teacher_dlite(self.target.config)
         if network.config != wanted:
             raise ConfigError(
@@ -167,6 +168,15 @@ class PhaseRun:
                 "folder, or configure it as it was."
             )
         self._teacher_template, self._teacher = Template(network.config), self._place.whole(params_tree(network))
+
+    def _check_origin(self, info: Mapping[str, Any], folder: str | Path) -> None:
+        """Refuse a network that was trained for other weights than the target's."""
+        theirs, ours = info.get("target_hash"), self.target.weights_hash
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"the network in {folder} was trained for the target {info.get('target')} with other weights "
+                f"({theirs[:12]} instead of {ours[:12]}); use that target, or train anew."
+            )
 
     def _begin(self) -> RunState:
         config, target = self.config, self.target.model
@@ -182,7 +192,8 @@ class PhaseRun:
 
     def _start_params(self, config: TrainConfig, target) -> Params:
         if config.start is not None and self.phase != "teacher":
-            network, _ = load_dlite_orbax(config.start, "float32")
+            network, info = load_dlite_orbax(config.start, "float32")
+            self._check_origin(info, config.start)
             if network.config != self.dlite:
                 raise ConfigError(
                     f"start: the drafter in {config.start} has another shape than the configuration gives; configure "
