@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jdlite.checkpoints.dlite_orbax import load_dlite_orbax, params_tree, save_dlite_orbax
 from jdlite.checkpoints.target import Target
 from jdlite.errors import CheckpointError, ConfigError, JdliteError
-from jdlite.models.sharding import make_mesh
-from jdlite.training.config import FREE_GROUPS, TrainConfig
+from jdlite.training.config import TrainConfig
 from jdlite.training.data import Dataset, held_out_prompts, make_dataset
 from jdlite.training.evaluate import decoded_tau, held_out_figures
+from jdlite.training.identity import differences, tokenizer_hash
 from jdlite.training.initialise import Params, Template, random_params, target_params
 from jdlite.training.metrics import TIME, Interval, Writers
+from jdlite.training.placement import Placement
 from jdlite.training.run_checkpoint import RunCheckpoints, RunState, quiet_orbax
 from jdlite.training.stages import Phase, Stage, learning_rate, make_plan
 from jdlite.training.step import Scalars, Step, jit_evaluate, jit_train, make_optimizer
@@ -32,8 +31,6 @@ PHASES: tuple[Phase, ...] = ("teacher", "student", "single")
 CHECKPOINTS, BEST = "checkpoints", "best"
 # A step number that no run reaches: anchors of held-out rows are always the same.
 _HELD_OUT = 2**31 - 1
-# Settings within compared groups that do not change what is trained.
-_FREE = ("target.path", "data.prefetch")
 
 
 class TrainingError(JdliteError):
@@ -112,7 +109,7 @@ class PhaseRun:
         self.plan = make_plan(phase, config.teacher, config.student, config.optimizer, self.dataset.steps())
         self.dlite = config.teacher_dlite(target.config) if phase == "teacher" else config.dlite(target.config)
         self.template = Template(self.dlite)
-        self._place = _Placement(config)
+        self._place = Placement(config)
         self._optimizer = make_optimizer(self.plan, config)
         self._teacher_template: Template | None = None
         self._teacher: Params | None = None
@@ -211,24 +208,7 @@ class PhaseRun:
 
     def _accept(self, info: Mapping[str, Any]) -> None:
         """Refuse to go on with another configuration, target or data."""
-        ignored = {
-            *FREE_GROUPS,
-            "prompts",
-            "regenerate",
-            "drafter",
-            "student" if self.phase == "teacher" else "teacher",
-        }
-        stored, ours = flatten_config(info["train"]), flatten_config(to_dict(self.config))
-        names = sorted(
-            name
-            for name in stored.keys() | ours.keys()
-            if name.partition(".")[0] not in ignored and stored.get(name) != ours.get(name)
-        )
-        wrong = [f"{name} was {stored.get(name)!r}, is {ours.get(name)!r}" for name in names if name not in _FREE]
-        if info["target_hash"] != self.target.weights_hash:
-            wrong.append(f"the target was {info['target']} with other weights, is {self.target.source}")
-        if info["steps"] != self.plan.steps:
-            wrong.append(f"the phase had {info['steps']} steps, has {self.plan.steps} (other data?)")
+        wrong = differences(info, self._info(), self.phase)
         if wrong:
             raise ConfigError(
                 f"{self.folder} holds a run with another configuration: {'; '.join(wrong)}; configure it as it was, or "
@@ -419,45 +399,3 @@ class PhaseRun:
             step = jit_evaluate(self.step_of(self.plan.stages[-1]))
             self._evaluate = step
         return lambda batch, key: self._evaluate(self.target.model, self.state.params, batch, key)  # pyright: ignore
-
-
-class _Placement:
-    """Where arrays go: rows of a batch over the mesh's `data` axis, the drafter whole on every device."""
-
-    def __init__(self, config: TrainConfig):
-        self._micro = config.batch.micro
-        m = config.mesh
-        self.mesh = None if m.data * m.model == 1 else make_mesh(data=m.data, model=m.model)
-
-    def rows(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """`[B, T]` as micro-batches `[n, rows, T]`."""
-        cut = {name: value.reshape(-1, min(self._micro, len(value)), value.shape[-1]) for name, value in batch.items()}
-        if self.mesh is None:
-            return {name: jnp.asarray(value) for name, value in cut.items()}
-        where = NamedSharding(self.mesh, PartitionSpec(None, "data", None))
-        return {name: jax.device_put(value, where) for name, value in cut.items()}
-
-    def whole(self, tree: Any) -> Any:
-        """On all devices."""
-        if self.mesh is None:
-            return tree
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Of vocabulary and chat template; empty without a tokenizer."""
-    if tokenizer is None:
-        return ""
-    parts = sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def flatten_config(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted name."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_config(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat

@@ -141,13 +141,13 @@ def test_the_mesh_does_not_change_the_result(tmp_path):
 import jax, jax.numpy as jnp, numpy as np, pathlib, sys
 from jdlite.models.sharding import make_mesh, shard_model
 from jdlite.training.step import jit_train
-from jdlite.training.trainer import _Placement
+from jdlite.training.placement import Placement
 from tests.training import test_step as t
 path = pathlib.Path(sys.argv[1])
 out = []
 for mesh in ([], ["mesh.data=2"]):
     run, params, state, step = t.setup(path, "single", 0, "batch.micro_rows=2", *mesh)
-    place = _Placement(step.config)
+    place = Placement(step.config)
     model = t.target().model
     if place.mesh is not None:
         model = shard_model(model, place.mesh)
