@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jdlite.decoding.sampling import DRAFT, gumbel, noise_key
 from jdlite.errors import ConfigError
+from jdlite.models.dlite_config import DLiteConfig
+from jdlite.models.dlite_head import SequentialHead
 from pallas_kernels.low_rank_head import mosaic_tpu
 from pallas_kernels.low_rank_head.api import HeadWeights, PackedHead, low_rank_head, prepare, quantise
 from tests.pallas_kernels.harness import (
@@ -158,6 +161,23 @@ class HeadCases:
 class TestReference(HeadCases):
     def run(self, weights, *args, **options):
         return jax.jit(lambda *args: low_rank_head(*args, **options, backend="reference"))(weights, *args)
+
+    def test_is_what_dlite_drafts(self):
+        graph, params = nnx.split(SequentialHead(DLiteConfig.tiny(), jnp.float32, nnx.Rngs(0)))
+        # Initial weights are small and biases zero; what they become is far from ties.
+        head = nnx.merge(
+            graph, jax.tree.map(lambda x: 20 * x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), params)
+        )
+        parts = (head.state_proj.weight, head.state_proj.bias, head.mix.weight, head.mix.bias, head.output.weight)
+        weights = HeadWeights(head.prev_embedding[...], *(part[...] for part in parts))
+        rng = np.random.default_rng(0)
+        hidden = jnp.asarray(rng.normal(size=(3, 4, weights.mix_weight.shape[1] - head.rank)), jnp.float32)
+        tokens = jnp.array([[1], [5], [7]])
+        choose = lambda logits, step: (jnp.argmax(logits, -1), jax.nn.log_softmax(logits).max(-1))  # noqa: E731
+        drafts, log_q = head.unroll(hidden, tokens[:, 0], head.start(tokens), choose)
+        out = self.run(weights, hidden, tokens[:, 0], head.start(tokens))
+        np.testing.assert_array_equal(out.tokens, drafts)
+        np.testing.assert_allclose(out.log_q, log_q, atol=1e-5)
 
 
 class TestMosaicTpu(HeadCases):
