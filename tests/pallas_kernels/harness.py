@@ -25,7 +25,7 @@ def tpu_interpreter():
             yield
         # The detector's state is made by the first kernel that runs.
         assert interpreter.races is not None, "no kernel ran in the interpreter"
-        assert not interpreter.races.races_found
+        assert not interpreter.races.races_found, "a data race was found"
     finally:
         pltpu.reset_tpu_interpret_mode_state()
 

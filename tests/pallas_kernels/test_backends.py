@@ -1,4 +1,4 @@
-"""The choice of a backend, and the noise that kernels make."""
+"""The choice of a backend, the noise that kernels make, and that the tests' harness sees races."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from jdlite.decoding.sampling import gumbel
 from jdlite.errors import ConfigError
 from pallas_kernels.backends import candidates, dispatch
 from pallas_kernels.noise import gumbel_from_bits, key_words, threefry_bits
+from tests.pallas_kernels.harness import tpu_interpreter
 
 
 def refuse(reason):
@@ -79,3 +82,32 @@ def test_keys_that_cannot_be_counted_are_refused():
         key_words(jax.random.split(jax.random.key(0, impl="rbg"), 2))
     with jax.threefry_partitionable(False), pytest.raises(NotImplementedError, match="jax_threefry_partitionable"):
         key_words(jax.random.split(jax.random.key(0, impl="threefry2x32"), 2))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_harness_fails_a_kernel_that_reads_before_its_copy_is_there(early):
+    def kernel(x, out, buffer, arrived):
+        copy = pltpu.make_async_copy(x, buffer, arrived)
+        copy.start()
+        if not early:
+            copy.wait()
+        out[...] = buffer[...] + 1
+        if early:
+            copy.wait()
+
+    def run():
+        with tpu_interpreter():
+            call = pl.pallas_call(
+                kernel,
+                out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+                in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+                scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA(())],
+            )
+            return jax.block_until_ready(call(jnp.zeros((8, 128))))
+
+    if early:
+        # Older versions report the race, newer ones raise it.
+        with pytest.raises(Exception, match=r"(?i)\brace"):
+            run()
+    else:
+        np.testing.assert_array_equal(run(), np.ones((8, 128)))
