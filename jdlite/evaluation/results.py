@@ -67,7 +67,7 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def load(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Records of an earlier run with the same settings; none where there is no file.
+    """Records of an earlier run with the same settings; none where there is no file. It may have taken other rows.
 
     Raises:
         ConfigError: the file is not one of ours, or its settings differ.
@@ -84,7 +84,9 @@ def load(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     if version != FORMAT:
         raise ConfigError(f"{path} has results of format {version}, not {FORMAT}; give another name with --json.")
     now = plain_data(settings)
-    differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    # Which rows are taken does not change what a record says.
+    compared = (before.keys() | now.keys()) - {"rows"}
+    differing = sorted(key for key in compared if before.get(key) != now.get(key))
     if differing:
         raise ConfigError(
             f"{path} was made with another setting of {', '.join(differing)}, so it cannot be resumed; "

@@ -120,6 +120,19 @@ def test_resume_runs_only_what_is_missing(folder, result, monkeypatch):
     assert len(resumed["records"]) == len(result["records"])
 
 
+def test_resume_with_more_rows_runs_those(folder, monkeypatch):
+    done = []
+    real = command_bench().run
+    monkeypatch.setattr(command_bench(), "run", lambda self, job: done.append(job.ids) or real(self, job))
+    words = ["--drafters", "plain", "--profile-rows", "0"]
+    for rows in (1, 2):
+        assert command.main([*arguments(folder, "more.json"), *words, "--rows", str(rows), "--resume"]) == 0
+    assert done == [("a",), ("b",)]
+    kept = json.loads((folder / "more.json").read_text())
+    assert [record["ids"] for record in kept["records"]] == [["a"], ["b"]]
+    assert kept["settings"]["rows"] == 2
+
+
 def command_bench():
     from jdlite.evaluation.bench import Bench
 
