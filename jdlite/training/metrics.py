@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jdlite.errors import CheckpointError
+from jdlite.files import atomic_file
 
 FILE = "metrics.jsonl"
 # Everything of a line that may differ between two runs of the same seed.
@@ -80,17 +79,8 @@ class MetricsFile:
         self.path = Path(path)
         with self._plain_errors():
             kept = [line for line in read_lines(self.path) if line["step"] <= step]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in kept)
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, self.path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            with atomic_file(self.path) as file:
+                file.writelines(json.dumps(line) + "\n" for line in kept)
             self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
