@@ -122,10 +122,10 @@ def make_plan(
     optimizer: OptimizerOptions,
     steps_per_epoch: int,
 ) -> Plan:
-    """The stages of a phase in steps.
+    """The stages of a phase in steps; each that has epochs has a step at least.
 
     Raises:
-        ConfigError: it has no steps or no loss.
+        ConfigError: it has no steps, fewer steps than stages, or no loss.
     """
     goal = Blend(ce=student.ce, l1=student.l1, base_ce=student.base_ce)
     rate = optimizer.learning_rate
@@ -144,19 +144,23 @@ def make_plan(
             ("stable", student.stable_epochs, goal, goal),
         ]
         wanted = student.steps
+    parts = [part for part in parts if part[1] > 0]
     total = sum(epochs for _, epochs, _, _ in parts)
-    per_epoch = steps_per_epoch if wanted is None else wanted / total if total else 0
-    stages, done, begin = [], 0.0, 0
-    for name, epochs, first, last in parts:
-        done += epochs
-        end = round(done * per_epoch)
-        if end > begin:
-            if not any((b.ce, b.l1, b.kl, b.base_ce)[i] for b in (first, last) for i in range(4)):
-                raise ConfigError(f"stage {name} has no loss: all weights are 0; set ce or l1 above 0.")
-            stages.append(Stage(name, begin, end, first, last))
-        begin = end
-    if not stages:
+    steps = round(total * steps_per_epoch) if wanted is None else wanted
+    if not parts or not steps:
         raise ConfigError(f"the {phase} has no steps; set its epochs or steps above 0.")
+    if steps < len(parts):
+        names = ", ".join(name for name, *_ in parts)
+        raise ConfigError(f"the {phase} needs a step for each of {names} at least, but has {steps}; give it more.")
+    stages, done, begin = [], 0.0, 0
+    for i, (name, epochs, first, last) in enumerate(parts):
+        if not any((b.ce, b.l1, b.kl, b.base_ce)[i] for b in (first, last) for i in range(4)):
+            raise ConfigError(f"stage {name} has no loss: all weights are 0; set ce or l1 above 0.")
+        done += epochs
+        # A stage that would round to nothing takes a step from its neighbour.
+        end = min(max(round(done / total * steps), begin + 1), steps - (len(parts) - 1 - i))
+        stages.append(Stage(name, begin, end, first, last))
+        begin = end
     return Plan(phase, tuple(stages), rate)
 
 

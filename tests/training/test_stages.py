@@ -45,6 +45,24 @@ def test_a_number_of_steps_is_shared_out_by_epochs():
     assert (teacher.steps, teacher.learning_rate) == (80, 1e-4)
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4, 5, 50])
+@pytest.mark.parametrize(("warmup", "stable"), [(2, 6), (0.01, 6), (6, 0.01)])
+def test_no_stage_is_rounded_away(steps, warmup, stable):
+    options = StudentOptions(warmup_epochs=warmup, stable_epochs=stable, steps=steps)
+    plan = make_plan("student", TEACHER, options, ADAM, 7)
+    assert [s.name for s in plan.stages] == ["warmup", "stable"]
+    assert plan.stages[0].begin == 0
+    assert plan.stages[0].end == plan.stages[1].begin
+    assert all(s.begin < s.end for s in plan.stages)
+    assert plan.steps == steps
+    assert abs(plan.stages[0].end - steps * warmup / (warmup + stable)) <= 1
+
+
+def test_fewer_steps_than_stages_are_refused():
+    with pytest.raises(ConfigError, match="a step for each of warmup, transition, stable at least, but has 2"):
+        make_plan("student", TEACHER, StudentOptions(transition_epochs=1, steps=2), ADAM, 7)
+
+
 def test_a_phase_without_losses_or_steps_is_refused():
     with pytest.raises(ConfigError, match="no loss"):
         make_plan("single", TEACHER, StudentOptions(ce=0, l1=0), ADAM, 10)
