@@ -82,7 +82,13 @@ def _train(arguments: Arguments) -> int | None:
     stages = _phases(arguments.stage, config)
     if "regenerate" in stages:
         _regenerate(config, target)
-    for phase, until in [(p, u) for p, u in stages.items() if p != "regenerate"]:
+    phases = [(p, u) for p, u in stages.items() if p != "regenerate"]
+    if phases and config.features.source == "disk":
+        from jdlite.training.feature_store import ensure_features
+
+        with cli.stage("Storing the target's states") as update, _now_and_then(update, "tokens") as update:
+            ensure_features(config, target, update)
+    for phase, until in phases:
         after = "stable" if arguments.stage == "stable" else None
         outcome = _run_phase(config, target, phase, until, after)  # pyright: ignore[reportArgumentType]
         if outcome.stopped:
@@ -210,7 +216,7 @@ def _run_phase(config: TrainConfig, target: Target, phase: Phase, until: str | N
 
 
 @contextlib.contextmanager
-def _now_and_then(update: cli.Update) -> Iterator[cli.Update]:
+def _now_and_then(update: cli.Update, what: str = "answers") -> Iterator[cli.Update]:
     """Where there is no terminal for a bar, a line a minute: the stage may take hours."""
     last = time.monotonic()
 
@@ -220,7 +226,7 @@ def _now_and_then(update: cli.Update) -> Iterator[cli.Update]:
         now = time.monotonic()
         if now - last > 60 and not cli.stderr_console().is_terminal:
             last = now
-            _note(f"{done}/{total} answers")
+            _note(f"{done}/{total} {what}")
 
     yield count
 

@@ -71,6 +71,21 @@ class BatchOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FeaturesOptions:
+    """Where the target's states come from.
+
+    Attributes:
+        source: `online` runs the target in every step. `disk` runs it over all examples once, before the first step,
+            and reads its states from the run's folder: (taps + 1) x hidden size numbers per token, for a small target
+            and several epochs.
+        dtype: of the states on disk.
+    """
+
+    source: Literal["online", "disk"] = "online"
+    dtype: Dtype = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LossOptions:
     """How losses are weighted and computed.
 
@@ -258,7 +273,7 @@ class TrainConfig:
         start: a drafter's checkpoint to go on from, instead of `initialise`.
         compute_dtype: of the drafter's activations; its weights are kept in float32.
         prompts, regenerate, data: see there.
-        batch, loss, optimizer, teacher, student, checkpoint, evaluation, mesh: see there.
+        batch, features, loss, optimizer, teacher, student, checkpoint, evaluation, mesh: see there.
     """
 
     folder: str
@@ -274,6 +289,7 @@ class TrainConfig:
     regenerate: RegenerateConfig = dataclasses.field(default_factory=RegenerateConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     batch: BatchOptions = BatchOptions()
+    features: FeaturesOptions = FeaturesOptions()
     loss: LossOptions = LossOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
     teacher: TeacherOptions = TeacherOptions()

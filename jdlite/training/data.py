@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import grain
 import numpy as np
@@ -55,6 +55,19 @@ class DataConfig:
             raise ConfigError(f"prefetch must not be negative: got {self.prefetch}; 2 is usual.")
 
 
+class States(Protocol):
+    """The target's states by number of the record (`feature_store.FeatureStore`)."""
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """Layers and width."""
+        ...
+
+    def __getitem__(self, record: int) -> np.ndarray:
+        """`[size, *row_shape]`."""
+        ...
+
+
 class PackedRows:
     """Rows of packed examples by number: those of epoch 0, then of epoch 1, and so on.
 
@@ -71,10 +84,21 @@ class PackedRows:
         length: T, tokens of a row; longer examples are cut.
         seed: of order and packing.
         rows: how many rows there are to be, or None for one epoch's.
+        states: the target's states of a record, `[size, M + 1, D]`, by its number, which become the field `states`.
     """
 
-    def __init__(self, records: Records, chosen: np.ndarray, *, length: int, seed: int, rows: int | None):
+    def __init__(
+        self,
+        records: Records,
+        chosen: np.ndarray,
+        *,
+        length: int,
+        seed: int,
+        rows: int | None,
+        states: States | None = None,
+    ):
         self._records, self._chosen, self._length, self._seed = records, chosen, length, seed
+        self._states = states
         self._lengths = np.minimum(records.table["length"][chosen], length)
         self._begins = [0]  # first row of each epoch that was planned so far
         self._plans: dict[int, list[list[int]]] = {}
@@ -93,8 +117,10 @@ class PackedRows:
 
     def __getitem__(self, i: int) -> Batch:
         """Row i: the fields of a batch without the axis B."""
-        documents = self._documents(i)
+        documents = self.documents(i)
         row = {name: np.zeros(self._length, kind) for name, kind in _FIELDS.items()}
+        if self._states is not None:
+            row["states"] = np.zeros((self._length, *self._states.row_shape), np.float32)
         at = 0
         for segment, document in enumerate(documents, 1):
             example = self._records[int(self._chosen[document])]
@@ -104,10 +130,13 @@ class PackedRows:
             row["loss_mask"][here] = example.loss_mask[:size]
             row["segment_ids"][here] = segment
             row["positions"][here] = np.arange(size)
+            if self._states is not None:
+                row["states"][here] = self._states[int(self._chosen[document])]
             at += size
         return row
 
-    def _documents(self, i: int) -> list[int]:
+    def documents(self, i: int) -> list[int]:
+        """What row i holds, as places in `chosen`, in order."""
         with self._lock:
             while self._begins[-1] <= i:
                 self._plan(len(self._begins) - 1)
@@ -237,6 +266,7 @@ def make_dataset(
     process_count: int = 1,
     split: Split = "train",
     repeat: bool | None = None,
+    states: States | None = None,
 ) -> Dataset:
     """Batches from a folder that the regenerate stage filled.
 
@@ -251,6 +281,7 @@ def make_dataset(
         split: `train` or `held_out`.
         repeat: epoch after epoch without end, or one epoch whose last batch is filled up with padding; by default the
             former for `train` and the latter for `held_out`.
+        states: the target's, from disk; batches then have a field `states`, float32 `[B, T, M + 1, D]`.
 
     Raises:
         CheckpointError: there are no records.
@@ -272,7 +303,7 @@ def make_dataset(
             f"the loss mask of the whole {split} split is empty: none of {len(records)} examples in {folder} can be "
             f"used ({reasons or 'there are none'}); regenerate with a larger max_new_tokens or change the data options."
         )
-    rows = PackedRows(records, chosen, length=length, seed=seed, rows=_ENDLESS if repeat else None)
+    rows = PackedRows(records, chosen, length=length, seed=seed, rows=_ENDLESS if repeat else None, states=states)
     digest = hashlib.sha256(records.table[chosen].tobytes())
     digest.update(repr((chosen.tolist(), length, batch, seed, split, repeat)).encode())
     return Dataset(
@@ -285,6 +316,12 @@ def make_dataset(
         repeat=repeat,
         fingerprint=digest.hexdigest()[:16],
     )
+
+
+def used_records(records: Records, config: DataConfig, length: int) -> np.ndarray:
+    """Numbers of the records of both splits that can be used, ascending; arguments as for `make_dataset`."""
+    splits: tuple[Split, ...] = ("train", "held_out")
+    return np.sort(np.concatenate([_choose(records, config, length, split)[0] for split in splits]))
 
 
 def held_out_prompts(folder: str | Path, config: DataConfig, limit: int | None = None) -> list[list[int]]:

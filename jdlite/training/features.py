@@ -55,6 +55,17 @@ def target_states(target: Decoder, batch: dict[str, jax.Array], layers: tuple[in
     return TargetStates(out[0], dict(zip(layers, out[1], strict=True)))
 
 
+def stored_states(batch: dict[str, jax.Array], layers: tuple[int, ...]) -> TargetStates:
+    """What `target_states` would give, from the field `states` `[B, T, M + 1, D]` of a batch.
+
+    Args:
+        batch: with `states`.
+        layers: whose outputs they are; the final-normed states come after them.
+    """
+    states = batch["states"]
+    return TargetStates(states[:, :, -1], {layer: states[:, :, i] for i, layer in enumerate(layers)})
+
+
 def anchor_features(states: TargetStates, anchors: Anchors, layers: tuple[int, ...]) -> Float[Array, "B P M D"]:
     """The tapped states at the position before each anchor."""
     before = jnp.maximum(anchors.positions - 1, 0)[..., None]

@@ -23,11 +23,11 @@ class Placement:
         self.mesh = None if m.data * m.model == 1 else make_mesh(data=m.data, model=m.model)
 
     def rows(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """`[B, T]` as micro-batches `[n, rows, T]`."""
-        cut = {name: value.reshape(-1, min(self._micro, len(value)), value.shape[-1]) for name, value in batch.items()}
+        """`[B, T, ...]` as micro-batches `[n, rows, T, ...]`."""
+        cut = {name: x.reshape(-1, min(self._micro, len(x)), *x.shape[1:]) for name, x in batch.items()}
         if self.mesh is None:
             return {name: jnp.asarray(value) for name, value in cut.items()}
-        where = NamedSharding(self.mesh, PartitionSpec(None, "data", None))
+        where = NamedSharding(self.mesh, PartitionSpec(None, "data"))
         return {name: jax.device_put(value, where) for name, value in cut.items()}
 
     def whole(self, tree: Any) -> Any:

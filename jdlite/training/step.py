@@ -13,7 +13,7 @@ import optax
 from jdlite.models.decoder import Decoder
 from jdlite.training.anchors import Anchors, choose, draft_weights, eligible, gather_anchors
 from jdlite.training.config import TrainConfig
-from jdlite.training.features import TargetStates, backbone_states, head_outputs, target_states
+from jdlite.training.features import TargetStates, backbone_states, head_outputs, stored_states, target_states
 from jdlite.training.initialise import Params, Template, lm_head
 from jdlite.training.law import Law, Pieces, make_law
 from jdlite.training.losses import Parts, Weights, surrogate
@@ -61,6 +61,7 @@ class Step:
         teacher: of the frozen teacher, in stages that use it.
         optimizer: from `make_optimizer`.
         label_is_target: the label of the token cross-entropy.
+        stored: layers whose outputs come with the batch (`features.stored_states`); None runs the target.
     """
 
     config: TrainConfig
@@ -69,6 +70,7 @@ class Step:
     teacher: Template | None
     optimizer: optax.GradientTransformation
     label_is_target: bool
+    stored: tuple[int, ...] | None = None
 
     def train(
         self,
@@ -132,7 +134,8 @@ class Step:
     def _anchors(self, batch: Batch, key: jax.Array) -> tuple[Anchors, jax.Array]:
         """Anchors of all micro-batches, and the weight of every draft, which sum to 1."""
         b, d = self.config.batch, self.template.config
-        flat = {name: value.reshape(-1, value.shape[-1]) for name, value in batch.items()}
+        names = ("tokens", "loss_mask", "segment_ids")
+        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in names}
         candidates = eligible(flat["loss_mask"], flat["segment_ids"], prompt_end=b.prompt_end)
         positions, valid = choose(key, candidates, b.anchors)
         anchors = gather_anchors(positions, valid, flat, group=d.anchor_group_size, drafts=d.num_drafts)
@@ -162,11 +165,14 @@ class Step:
         batch, anchors, scale = micro["batch"], micro["anchors"], micro["scale"]
         model = self.template.build(params, jnp.dtype(c.compute_dtype))
         uses_teacher = self.stage.uses_teacher and not held_out
-        layers = set(d.captured_layers)
-        if uses_teacher:
-            assert self.teacher is not None
-            layers |= set(self.teacher.config.captured_layers)
-        states = target_states(target, batch, tuple(sorted(layers)))
+        if self.stored is not None:
+            states = stored_states(batch, self.stored)
+        else:
+            layers = set(d.captured_layers)
+            if uses_teacher:
+                assert self.teacher is not None
+                layers |= set(self.teacher.config.captured_layers)
+            states = target_states(target, batch, tuple(sorted(layers)))
         embedding = target.embed.weight[...]
         segments = batch["segment_ids"]
         hidden = backbone_states(model, states, anchors, segments, embedding)

@@ -18,6 +18,7 @@ from jdlite.errors import CheckpointError, ConfigError, JdliteError
 from jdlite.training.config import TrainConfig
 from jdlite.training.data import Dataset, held_out_prompts, make_dataset
 from jdlite.training.evaluate import decoded_tau, held_out_figures
+from jdlite.training.feature_store import ensure_features
 from jdlite.training.identity import differences, tokenizer_hash
 from jdlite.training.initialise import Params, Template, random_params, target_params
 from jdlite.training.metrics import TIME, Interval, Writers
@@ -99,12 +100,14 @@ class PhaseRun:
         number = PHASES.index(phase)
         # Two-stage and single-stage training see the same data in the same order.
         self._key = jax.random.fold_in(jax.random.key(config.seed), min(number, 1))
+        self._features = ensure_features(config, target) if config.features.source == "disk" else None
         self.dataset = dataset or make_dataset(
             config.folder,
             config.data,
             batch=config.batch.rows,
             length=config.batch.length,
             seed=config.seed + min(number, 1),
+            states=self._features,
         )
         self.plan = make_plan(phase, config.teacher, config.student, config.optimizer, self.dataset.steps())
         self.dlite = config.teacher_dlite(target.config) if phase == "teacher" else config.dlite(target.config)
@@ -309,7 +312,10 @@ class PhaseRun:
     def step_of(self, stage: Stage) -> Step:
         """The computation of a stage."""
         label = self.config.teacher.label if self.phase == "teacher" else self.config.loss.label
-        return Step(self.config, stage, self.template, self._teacher_template, self._optimizer, label == "target")
+        stored = None if self._features is None else self._features.layers
+        return Step(
+            self.config, stage, self.template, self._teacher_template, self._optimizer, label == "target", stored
+        )
 
     # Watching.
 
@@ -386,7 +392,15 @@ class PhaseRun:
 
     def _held_out(self):
         c, rows = self.config, self.config.batch.micro
-        held_out = make_dataset(c.folder, c.data, batch=rows, length=c.batch.length, seed=c.seed, split="held_out")
+        held_out = make_dataset(
+            c.folder,
+            c.data,
+            batch=rows,
+            length=c.batch.length,
+            seed=c.seed,
+            split="held_out",
+            states=self._features,
+        )
         batches = iter(held_out)
         try:
             for _, batch in zip(range(c.evaluation.batches), batches, strict=False):
