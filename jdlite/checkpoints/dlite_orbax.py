@@ -56,15 +56,24 @@ def save_dlite_orbax(
     """
     path = Path(folder).expanduser().absolute()
     config = {"schema": SCHEMA, "dlite": model.config.to_dict(), "info": dict(info or {})}
-    with atomic_folder(path, overwrite=overwrite) as temporary, _checkpointer() as checkpointer:
-        checkpointer.save(
-            temporary,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params_tree(model)),
-                config=ocp.args.JsonSave(config),
-            ),
-            force=True,  # the temporary folder is there, and empty
-        )
+    try:
+        with atomic_folder(path, overwrite=overwrite) as temporary, _checkpointer() as checkpointer:
+            checkpointer.save(
+                temporary,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params_tree(model)),
+                    config=ocp.args.JsonSave(config),
+                ),
+                force=True,  # the temporary folder is there, and empty
+            )
+    except JdliteError:
+        raise
+    except Exception as error:  # TensorStore reports a full disk as a ValueError
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"cannot write {path} ({reason:.200}); free some space and run the same command again, or choose another "
+            "folder."
+        ) from error
     return path
 
 

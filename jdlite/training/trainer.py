@@ -296,10 +296,14 @@ class PhaseRun:
         """A loss or gradient that is not a number: nothing was changed by this step; save the one before and stop."""
         path = self.folder / f"bad_batch_{step + 1}.npz"
         self._save(wait=True)
-        np.savez_compressed(path, **dict(raw))  # pyright: ignore[reportArgumentType]
+        try:
+            np.savez_compressed(path, **dict(raw))  # pyright: ignore[reportArgumentType]
+            kept = f"is kept in {path}"
+        except OSError as error:
+            kept = f"could not be written to {path} ({error.strerror or error})"
         raise TrainingError(
             f"loss {figures['loss']:.4g} and gradient norm {figures['gradient_norm']:.4g} of step {step + 1} are not "
-            f"finite, so training stopped; step {step} is saved and unharmed, and the batch is kept in {path}: lower "
+            f"finite, so training stopped; step {step} is saved and unharmed, and the batch {kept}: lower "
             "optimizer.learning_rate, use float32, or look at that batch."
         )
 
