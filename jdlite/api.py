@@ -164,7 +164,7 @@ def decode(
         CapacityError: a prompt does not fit.
         ConfigError: an option is not usable.
     """
-    drafter = make_drafter(drafter, target.model.dtype.name) if isinstance(drafter, str) else drafter
+    drafter = make_drafter(drafter, target.model.dtype.name, target) if isinstance(drafter, str) else drafter
     if not isinstance(drafter, Drafter):
         raise ConfigError(f"a drafter is a name or a Drafter: got {drafter!r:.60}.")
     drafter = drafter.fit(target.model)

@@ -13,6 +13,7 @@ import platform
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from jdlite.errors import ConfigError, JdliteError
+from jdlite.errors import ConfigError, JdliteError, JdliteWarning
 
 if TYPE_CHECKING:
     from jdlite.checkpoints.target import Target
@@ -65,7 +66,9 @@ def run(
     )
     logging.getLogger("transformers").addFilter(_is_not_advice)
     try:
-        return command(chosen) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return command(chosen) or 0
     except JdliteError as error:
         fail(error)
         return 2
@@ -81,6 +84,14 @@ def run(
 def _is_not_advice(record: logging.LogRecord) -> bool:
     """Drops transformers' advice to install PyTorch: only its tokenizers are used."""
     return "PyTorch was not found" not in record.getMessage()
+
+
+def _show_warning(message, category, *place, _other=warnings.showwarning) -> None:
+    """Our own warnings without the line of code that gave them."""
+    if issubclass(category, JdliteWarning):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        _other(message, category, *place)
 
 
 def fail(error: Exception) -> None:

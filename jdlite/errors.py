@@ -21,3 +21,7 @@ class PromptError(JdliteError):
 
 class CapacityError(JdliteError):
     """A request that does not fit the cache or the model's context."""
+
+
+class JdliteWarning(UserWarning):
+    """Something that works but is probably not what was meant; one sentence."""

@@ -148,7 +148,7 @@ def _generate(options: Options) -> int | None:
     folder = cli.cache_folder(options.cache_dir)
     cli.use_compile_cache(folder)
     target = cli.load_target(options.target, options.dtype, folder)
-    drafter = make_drafter(options.drafter, options.dtype).fit(target.model)
+    drafter = make_drafter(options.drafter, options.dtype, target).fit(target.model)
     if rows is not None:
         return batch_file.run(options, target, drafter, sampling, folder, rows)
     target.need_tokenizer()

@@ -38,21 +38,26 @@ def test_the_jobs_are_the_four_that_were_promised():
     assert jobs[2].system
 
 
-def test_both_ways_agree(call):
-    status, out, _ = call("--repeats", "2")
+def cells(out, *names):
+    """Rows of the tables by their first cell; cells are parted by blanks."""
+    rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines() if re.search(r"\d  +(yes|NO) *$", line)]
+    return {row[0]: row for row in rows if row[0] in names}
+
+
+def test_all_ways_agree(call):
+    status, out, _ = call("--repeats", "2", "--drafter", "token_recycling")
     assert status == 0
     assert max(map(len, out.splitlines())) <= 80
-    # Cells are parted by blanks, and an arrow parts plain from speculative.
-    lines = [line for line in out.splitlines() if re.search(r"\d  +yes *$", line)]
-    rows = [re.split(r" {2,}|→", line.strip()) for line in lines]
-    body = {row[0]: row for row in rows}
-    assert list(body) == [*(job.name for job in demo.read_jobs()), "all"]
-    for column in (1, 2, 3, 4):  # prompt tokens, new tokens and forwards add up
-        assert sum(int(row[column]) for row in rows[:-1]) == int(rows[-1][column])
-    for row in body.values():
-        new, plain, ours, tau = int(row[2]), int(row[3]), int(row[4]), float(row[5])
-        assert (plain, round(new / ours, 2)) == (new, tau)
-        assert ours <= plain
+    jobs, drafters = [job.name for job in demo.read_jobs()], ["plain", "pld", "token_recycling"]
+    body, sums = cells(out, *jobs), cells(out, *drafters)
+    assert (list(body), list(sums)) == (jobs, drafters)
+    new = sum(int(row[2]) for row in body.values())
+    for row in sums.values():
+        assert int(row[1]) == new
+        assert float(row[3]) == round(new / int(row[2]), 2)
+        assert int(row[2]) <= new
+    assert int(sums["plain"][2]) == new
+    assert sums["plain"][5] == "1.00"
     assert out.count("identical: yes") == 4
 
 
@@ -70,6 +75,10 @@ def test_another_token_fails_the_demo(call, monkeypatch):
     status, out, _ = call("--repeats", "1")
     assert status == 1
     assert (out.count("identical: yes"), out.count("identical: NO")) == (3, 1)
+    assert [name for name, row in cells(out, "plain", "pld").items() if row[-1] == "NO"] == ["pld"]
+    assert [row[0] for row in cells(out, *(job.name for job in demo.read_jobs())).values() if row[-1] == "NO"] == [
+        "agent turn"
+    ]
 
 
 def test_times_are_medians_and_ratios_of_them():
@@ -77,9 +86,23 @@ def test_times_are_medians_and_ratios_of_them():
     ours = demo.Run([[1, 2], [3]], ["", ""], 5, 2, [1.5, 1.0, 7.0], [2.0, 2.0, 2.0])
     assert ours.tau == 1.5
     console = Console(width=140, record=True, file=SimpleNamespace(write=lambda s: None, flush=lambda: None))
-    console.print(demo.table_of([(demo.Job("j", ("q",)), [plain, ours], True)], "pld"))
-    row = next(line for line in console.export_text().splitlines() if line.strip().startswith("j "))
-    assert row.replace("→", " ").split() == ["j", "5", "3", "3", "2", "1.50", "3.0", "1.5", "2.00", "2.00", "yes"]
+    results, names = [(demo.Job("j", ("q",)), [plain, ours], True)], ("plain", "dlite:some/folder")
+    console.print(demo.job_table(results, names))
+    console.print(demo.sum_table(results, names))
+    text = console.export_text()
+    found = cells(text, "j", "plain", "dlite")
+    assert found["j"] == ["j", "5", "3", "1.50", "2.00", "yes"]
+    assert found["plain"] == ["plain", "3", "3", "1.00", "3.0", "1.00", "1.00", "yes"]
+    assert found["dlite"] == ["dlite", "3", "2", "1.50", "1.5", "2.00", "2.00", "yes"]
+    assert "dlite tau, speed" in text
+
+
+def test_trained_drafters_are_shown_for_their_target_alone(tmp_path, monkeypatch):
+    assert demo.default_drafters(str(tmp_path)) == ("adapld",)
+    monkeypatch.setattr(demo, "TRAINED", tmp_path / "absent")
+    assert demo.default_drafters("demo") == ("adapld",)
+    monkeypatch.setattr(demo, "TRAINED", tmp_path)
+    assert demo.default_drafters("demo") == ("adapld", f"dlite:{tmp_path}", f"hybrid:{tmp_path}")
 
 
 def test_turns_are_answered_in_one_session(folder):

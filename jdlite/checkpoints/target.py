@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdlite.checkpoints.assemble import parameter_paths
@@ -50,6 +51,20 @@ class Target:
             value = np.asarray(leaf.get_value())
             digest.update(f"{path} {value.dtype.name} {value.shape}\n".encode())
             digest.update(np.ascontiguousarray(value).view(np.uint8).data)
+        return digest.hexdigest()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, shapes, and the first and last row in bfloat16 of all parameters, in hex.
+
+        Tells models apart in no time, and is the same whether the weights were loaded in float32 or in bfloat16.
+        """
+        digest = hashlib.sha256()
+        for path, leaf in sorted(parameter_paths(self.model).items()):
+            value = leaf.get_value()
+            digest.update(f"{path} {value.shape}\n".encode())
+            for row in (value[0], value[-1]):
+                digest.update(np.asarray(row).astype(jnp.bfloat16).tobytes())
         return digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jdlite.drafters.adapld import AdaPLD
 from jdlite.drafters.base import Drafter
@@ -15,6 +15,9 @@ from jdlite.drafters.pld_plus import PLDPlus
 from jdlite.drafters.suffix import Suffix
 from jdlite.drafters.token_recycling import TokenRecycling
 from jdlite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jdlite.checkpoints.target import Target
 
 # Drafters that are options and nothing else.
 DRAFTERS: dict[str, type[Drafter]] = {
@@ -30,7 +33,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
 NAMES = (*DRAFTERS, *TRAINED)
 
 
-def make_drafter(name: str, dtype: str | None = None) -> Drafter:
+def make_drafter(name: str, dtype: str | None = None, target: Target | None = None) -> Drafter:
     """A drafter from its name and options.
 
     `NAME:OPTION=VALUE,...` for drafters without a network, for example `adapld:copy_length=10,successors=never`;
@@ -41,6 +44,7 @@ def make_drafter(name: str, dtype: str | None = None) -> Drafter:
     Args:
         name: as above.
         dtype: of a network's parameters; see `checkpoints.drafter.load_drafter`.
+        target: what a network is to draft for; see there. The drafter is not fitted to it yet.
 
     Raises:
         ConfigError: the name or an option is not known, or a value is not usable.
@@ -56,7 +60,7 @@ def make_drafter(name: str, dtype: str | None = None) -> Drafter:
     from jdlite.drafters.dlite import DLiteDrafter
     from jdlite.drafters.hybrid import Hybrid
 
-    network = load_drafter(folder, dtype)
+    network = load_drafter(folder, dtype, target)
     drafter = _build(DLiteDrafter, name, {"model": network, **_only(values, _DLITE_OPTIONS)})
     if retrieval is None:
         return drafter

@@ -110,7 +110,7 @@ def split_budget(spec: str, budget: str) -> tuple[str, str]:
 def resolve(spec: str, budget: str, target: Target) -> tuple[Drafter, str]:
     """Drafter, fitted to the target, and budget of a specification."""
     name, own = split_budget(spec, budget)
-    return make_drafter(name, target.model.dtype.name).fit(target.model), own
+    return make_drafter(name, target.model.dtype.name, target).fit(target.model), own
 
 
 def difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:

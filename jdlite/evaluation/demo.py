@@ -1,7 +1,7 @@
-"""`make demo`: a real chat model decodes real prompts plainly and with a drafter, and both are compared.
+"""`make demo`: a real chat model decodes real prompts plainly and with drafters, and all are compared.
 
-The prompts are the project's own (`demo_prompts.jsonl`). Times leave out compilation, and both ways take turns, so that
-a machine that slows down for a while favours neither.
+The prompts are the project's own (`demo_prompts.jsonl`). Times leave out compilation, and all ways take turns, so that
+a machine that slows down for a while favours none.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -22,20 +23,26 @@ from jdlite import cli
 from jdlite.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from rich.table import Table
 
     from jdlite.decoding.session import Session
 
 
+# Part of the repository, not of the installed package.
+TRAINED = Path(__file__).parents[2] / "trained" / "dlite-smollm2-135m"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Decode the demo prompts plainly and with a drafter: the same tokens, in fewer forwards and less time.
+    """Decode the demo prompts plainly and with drafters: the same tokens, in fewer forwards and less time.
 
     Attributes:
         target: Hugging Face folder, hub id or .gguf file of a chat model; "demo" fetches SmolLM2-135M-Instruct.
-        drafter: what to compare with plain decoding, as in "pld:num_drafts=5" or "dlite:FOLDER".
+        drafter: what to compare with plain decoding, as in "pld:num_drafts=5" or "dlite:FOLDER"; give it again for
+            more. By default AdaPLD and, for the demo target in a copy of the repository, the trained DLite drafter and
+            the hybrid of both.
         max_new_tokens: most new tokens of an answer.
         repeats: timings of each; their median is shown.
         capacity: tokens that a conversation can hold; one for all prompts, so that everything is compiled once.
@@ -43,7 +50,7 @@ class Options:
     """
 
     target: str = cli.DEMO
-    drafter: str = "adapld"
+    drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     max_new_tokens: int = 160
     repeats: int = 3
     capacity: int = 1024
@@ -94,6 +101,11 @@ class Run:
     def tau(self) -> float:
         """Tokens per forward; with one row a forward is a round."""
         return self.new_tokens / max(self.forwards, 1)
+
+    @property
+    def seconds(self) -> float:
+        """Of decoding alone, median."""
+        return statistics.median(self.decode_seconds)
 
 
 def read_jobs() -> list[Job]:
@@ -163,38 +175,64 @@ def compare(
     return runs, identical
 
 
-def table_of(results: Sequence[tuple[Job, list[Run], bool]], drafter: str) -> Table:
-    """All jobs side by side, and their sums; narrow enough for a terminal of 80 columns."""
+Results = Sequence[tuple[Job, list[Run], bool]]
+
+
+def job_table(results: Results, names: Sequence[str]) -> Table:
+    """Tau and speed of each drafter on each job; narrow enough for a terminal of 80 columns.
+
+    Args:
+        results: jobs, runs of all drafters, and whether their tokens were the same.
+        names: of the drafters; the first is plain decoding.
+    """
+    table = _table("tokens per forward and speed against plain decoding, by job")
+    table.add_column("job", no_wrap=True)
+    for name in ("prompt", "new", *(f"{name} tau, speed" for name in map(_short, names[1:])), "identical"):
+        table.add_column(name, justify="right")
+    for job, runs, same in results:
+        plain = runs[0]
+        pairs = [f"{run.tau:.2f}  {plain.seconds / run.seconds:.2f}" for run in runs[1:]]
+        table.add_row(job.name, str(plain.prompt_tokens), str(plain.new_tokens), *pairs, _yes(same))
+    return table
+
+
+def sum_table(results: Results, names: Sequence[str]) -> Table:
+    """All jobs together, one line per drafter; arguments as for `job_table`."""
+    table = _table("all jobs: same model, same tokens")
+    table.add_column("drafter", no_wrap=True)
+    for name in ("new", "forwards", "tau", "seconds", "speed", "overall", "identical"):
+        table.add_column(name, justify="right")
+    columns = list(zip(*(runs for _, runs, _ in results), strict=True))
+    seconds = [sum(run.seconds for run in runs) for runs in columns]
+    whole = [sum(statistics.median(run.total_seconds) for run in runs) for runs in columns]
+    for i, (name, runs) in enumerate(zip(names, columns, strict=True)):
+        new, forwards = sum(run.new_tokens for run in runs), sum(run.forwards for run in runs)
+        same = all(run.tokens == plain.tokens for run, plain in zip(runs, columns[0], strict=True))
+        figures = (f"{new / forwards:.2f}", f"{seconds[i]:.1f}", f"{seconds[0] / seconds[i]:.2f}")
+        table.add_row(_short(name), str(new), str(forwards), *figures, f"{whole[0] / whole[i]:.2f}", _yes(same))
+    return table
+
+
+def _table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    title = f"plain decoding → {drafter}: same model, same tokens"
-    table = Table(title=title, show_footer=True, box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
-    median = statistics.median
-    plain, ours = [runs[0] for _, runs, _ in results], [runs[1] for _, runs, _ in results]
-    seconds = [(median(p.decode_seconds), median(o.decode_seconds)) for p, o in zip(plain, ours, strict=True)]
-    whole = [(median(p.total_seconds), median(o.total_seconds)) for p, o in zip(plain, ours, strict=True)]
-    prompt, new = sum(run.prompt_tokens for run in plain), sum(run.new_tokens for run in plain)
-    forwards = [sum(run.forwards for run in runs) for runs in (plain, ours)]
-    sums = [sum(pair[i] for pair in pairs) for pairs in (seconds, whole) for i in (0, 1)]
-    columns = [
-        ("job", "all"),
-        ("prompt", prompt),
-        ("new", new),
-        ("forwards", f"{forwards[0]}→{forwards[1]}"),
-        ("tau", f"{new / forwards[1]:.2f}"),
-        ("seconds", f"{sums[0]:.1f}→{sums[1]:.1f}"),
-        ("speed", f"{sums[0] / sums[1]:.2f}"),
-        ("overall", f"{sums[2] / sums[3]:.2f}"),
-        ("identical", "yes" if all(same for *_, same in results) else "NO"),
-    ]
-    for name, footer in columns:
-        table.add_column(name, footer=str(footer), justify="left" if name == "job" else "right", no_wrap=True)
-    for (job, (p, o), same), (slow, fast), (long, short) in zip(results, seconds, whole, strict=True):
-        cells: list[Any] = [job.name, p.prompt_tokens, p.new_tokens, f"{p.forwards}→{o.forwards}", f"{o.tau:.2f}"]
-        cells += [f"{slow:.1f}→{fast:.1f}", f"{slow / fast:.2f}", f"{long / short:.2f}"]
-        table.add_row(*map(str, cells), "yes" if same else "[red]NO[/red]")
-    return table
+    return Table(title=title, box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
+
+
+def _short(name: str) -> str:
+    """A drafter's name without its folder and options."""
+    return name.partition(":")[0]
+
+
+def _yes(same: bool) -> str:
+    return "yes" if same else "[red]NO[/red]"
+
+
+def default_drafters(target: str) -> tuple[str, ...]:
+    """What to show for a target: trained drafters only where they were trained for it."""
+    trained = TRAINED if target == cli.DEMO and TRAINED.is_dir() else None
+    return ("adapld",) if trained is None else ("adapld", f"dlite:{trained}", f"hybrid:{trained}")
 
 
 def _demo(options: Options) -> int:
@@ -205,12 +243,13 @@ def _demo(options: Options) -> int:
     from jdlite.decoding.session import Session
     from jdlite.drafters.registry import check_drafter, make_drafter
 
-    names = ("plain", options.drafter)
-    check_drafter(options.drafter)
+    names = ("plain", *(options.drafter or default_drafters(options.target)))
+    for name in names:
+        check_drafter(name)
     folder = cli.cache_folder(options.cache_dir)
     cli.use_compile_cache(folder)
     target = cli.load_target(options.target, "float32", folder)
-    drafters = [make_drafter(name, "float32").fit(target.model) for name in names]
+    drafters = [make_drafter(name, "float32", target).fit(target.model) for name in names]
     capacity = min(options.capacity, target.config.max_position)
     costs = [cli.load_costs(target, drafter, "auto", 1, folder) for drafter in drafters]
     sessions: list[Callable[[], Session]] = [
@@ -232,11 +271,14 @@ def _demo(options: Options) -> int:
             runs, same = compare(job, target, sessions, options, update)
         results.append((job, runs, same))
         _show_job(console, job, runs, same, names)
-    console.print(table_of(results, options.drafter))
+    console.rule()
+    console.print(job_table(results, names))
+    console.print()
+    console.print(sum_table(results, names))
     console.print(
         "prompt, new: tokens. forwards: passes of the target. tau: tokens per forward.\n"
         "seconds, speed: decoding; overall: "
-        f"with reading the prompt. Medians of {options.repeats}, both ways in turn, without compilation.\n"
+        f"with reading the prompt. Medians of {options.repeats}, all ways in turn, without compilation.\n"
         "The demo model is a very small one: look at the speed, not at what it says.",
         style="dim",
     )
@@ -251,13 +293,12 @@ def _show_job(console, job: Job, runs: list[Run], same: bool, names: Sequence[st
         console.print("assistant: " + (text if tokens else "(nothing)"), markup=False)
         console.print()
     for name, run in zip(names, runs, strict=True):
-        seconds = statistics.median(run.decode_seconds)
         console.print(
-            f"{name}: {run.new_tokens} tokens, {run.forwards} forwards, tau {run.tau:.2f}, {seconds:.1f} s",
+            f"{_short(name)}: {run.new_tokens} tokens, {run.forwards} forwards, tau {run.tau:.2f}, "
+            f"{run.seconds:.1f} s, speed {runs[0].seconds / run.seconds:.2f}",
             style="bold",
         )
-    ratio = statistics.median(runs[0].decode_seconds) / statistics.median(runs[1].decode_seconds)
-    console.print(f"speed ratio {ratio:.2f}, identical: {'yes' if same else 'NO'}", style="bold")
+    console.print(f"identical: {'yes' if same else 'NO'}", style="bold")
 
 
 def _shortened(text: str, lines: int = 12) -> str:

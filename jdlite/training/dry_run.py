@@ -23,6 +23,7 @@ from jdlite.models.config import DecoderConfig
 from jdlite.models.decoder import Decoder
 from jdlite.training.config import TrainConfig
 from jdlite.training.data import make_dataset
+from jdlite.training.feature_store import read_layers, store_bytes
 from jdlite.training.initialise import Template, random_params
 from jdlite.training.stages import Phase, Plan, Stage, make_plan
 from jdlite.training.step import Scalars, Step, jit_train, make_optimizer
@@ -76,6 +77,10 @@ def dry_run(config: TrainConfig, stage: str, load: Callable[[], Target], say: Ca
     )
     per_epoch, source = _steps_per_epoch(config)
     say(f"data: {per_epoch} steps per epoch ({source})")
+    if config.features.source == "disk":
+        layers = len(read_layers(config, shape))
+        bound = store_bytes(per_epoch * b.rows * b.length, layers, shape.hidden_size, config.features.dtype)
+        say(f"states of the target on disk: at most {_bytes(bound)}, made before the first step (not timed below)")
     seconds = 0.0
     for phase in _wanted(stage, config):
         plan = make_plan(phase, config.teacher, config.student, config.optimizer, per_epoch)
@@ -143,10 +148,14 @@ def _one_stage(
     taught = Template(config.teacher_dlite(shape)) if part.uses_teacher else None
     optimizer = make_optimizer(plan, config)
     label = config.teacher.label if phase == "teacher" else config.loss.label
-    step = Step(config, part, Template(dlite), taught, optimizer, label == "target")
+    stored = None
+    batch = _example(config, shape.vocab_size)
+    if config.features.source == "disk":
+        stored = read_layers(config, shape)
+        batch["states"] = jnp.zeros((*batch["tokens"].shape, len(stored) + 1, shape.hidden_size), jnp.float32)
+    step = Step(config, part, Template(dlite), taught, optimizer, label == "target", stored)
     params = _shapes(dlite)
     teacher = None if taught is None else _shapes(taught.config)
-    batch = _example(config, shape.vocab_size)
     scalars = Scalars(*(jnp.float32(v) for v in (0.1, 1.0, float(part.uses_teacher), 0.0, 1.0)))
     model = abstract_decoder(shape, config.target.dtype)
     state = jax.eval_shape(optimizer.init, params)

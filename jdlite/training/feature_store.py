@@ -17,6 +17,7 @@ import numpy as np
 from jdlite.checkpoints.target import Target
 from jdlite.errors import CheckpointError
 from jdlite.files import atomic_file
+from jdlite.models.config import DecoderConfig
 from jdlite.training.config import TrainConfig
 from jdlite.training.data import PackedRows, used_records
 from jdlite.training.features import target_states
@@ -72,9 +73,9 @@ class FeatureStore:
         return self._states[self._begins[record] : self._begins[record + 1]]
 
 
-def stored_layers(config: TrainConfig, target: Target) -> tuple[int, ...]:
-    """Layers that the drafter or its teacher reads."""
-    student, teacher = config.dlite(target.config), config.teacher_dlite(target.config)
+def read_layers(config: TrainConfig, target: DecoderConfig) -> tuple[int, ...]:
+    """Layers of the target that the drafter or its teacher reads."""
+    student, teacher = config.dlite(target), config.teacher_dlite(target)
     return tuple(sorted({*student.captured_layers, *teacher.captured_layers}))
 
 
@@ -125,7 +126,7 @@ def _describe(config: TrainConfig, target: Target, records: Records, chosen: np.
         "target_dtype": config.target.dtype,
         "records": digest.hexdigest()[:16],
         "length": config.batch.length,
-        "layers": list(stored_layers(config, target)),
+        "layers": list(read_layers(config, target.config)),
         "hidden_size": target.config.hidden_size,
         "dtype": config.features.dtype,
     }

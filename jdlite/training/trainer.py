@@ -138,6 +138,7 @@ class PhaseRun:
         return {
             "target": self.target.source,
             "target_hash": self.target.weights_hash,
+            "target_fingerprint": self.target.fingerprint,
             "tokenizer_hash": tokenizer_hash(self.target.tokenizer),
             "taps": list(self.dlite.captured_layers),
             "block_size": self.dlite.block_size,

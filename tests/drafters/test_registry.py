@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import jdlite
 from jdlite import bench, cli, generate
@@ -16,7 +17,8 @@ from jdlite.drafters.adapld import AdaPLD
 from jdlite.drafters.dlite import DLiteDrafter
 from jdlite.drafters.hybrid import Hybrid
 from jdlite.drafters.registry import check_drafter, make_drafter
-from jdlite.errors import CheckpointError, ConfigError, JdliteError
+from jdlite.errors import CheckpointError, ConfigError, JdliteError, JdliteWarning
+from jdlite.models.decoder import Decoder
 from jdlite.models.dlite_config import DLiteConfig
 from tests.models.dlite_models import parameters, random_model
 from tests.tiny_target import save_tiny_target, tiny_model
@@ -175,3 +177,30 @@ def test_bench(home, tmp_path):
     assert list(found) == ["plain", "pld", f"dlite:{home / 'orbax@1'}@full", f"hybrid:{home / 'orbax@1'},num_nodes=9"]
     assert all(each["differs_at"] == [None] for name, each in found.items() if name != "plain")
     assert bench.main([*words.split(), "--drafters", f"dlite:{home / 'wide'}"]) == 2
+
+
+def test_a_drafter_of_other_weights_is_a_warning(home, target, tmp_path, recwarn, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "use_compile_cache", lambda folder: None)
+    for name, fingerprint in (("own", target.fingerprint), ("other", "0" * 64), ("old", None)):
+        info = {"target": "some/model"} | ({} if fingerprint is None else {"target_fingerprint": fingerprint})
+        save_dlite_orbax(network(), tmp_path / name, info=info)
+    recwarn.clear()
+    for name in ("own", "old"):
+        make_drafter(f"dlite:{tmp_path / name}", "float32", target)
+    assert not recwarn
+    with pytest.warns(JdliteWarning, match="was trained for some/model, and .* has other weights; the text will be"):
+        jdlite.decode(target, PROMPT, drafter=f"hybrid:{tmp_path / 'other'}", max_new_tokens=2)
+    options = ["--target", str(home / "target"), "--drafter", f"dlite:{tmp_path / 'other'}", "--prompt", "Hi", "--raw"]
+    assert generate.main([*options, "--max-new-tokens", "2", "--cache-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("warning: the drafter in ")]
+    assert not [line for line in said if ".py" in line]
+
+
+def test_a_fingerprint_does_not_depend_on_the_dtype(home, target):
+    half = load_target(home / "target", dtype="bfloat16")
+    assert half.weights_hash != target.weights_hash
+    assert half.fingerprint == target.fingerprint
+    assert load_target(home / "target").fingerprint == target.fingerprint
+    save_tiny_target(home / "sibling", model=Decoder(tiny_model().config, rngs=nnx.Rngs(4)))
+    assert load_target(home / "sibling").fingerprint != target.fingerprint
