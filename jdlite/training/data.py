@@ -118,7 +118,7 @@ class PackedRows:
     def __getitem__(self, i: int) -> Batch:
         """Row i: the fields of a batch without the axis B."""
         documents = self.documents(i)
-        row = {name: np.zeros(self._length, kind) for name, kind in _FIELDS.items()}
+        row: Batch = {name: np.zeros(self._length, kind) for name, kind in _FIELDS.items()}
         if self._states is not None:
             row["states"] = np.zeros((self._length, *self._states.row_shape), np.float32)
         at = 0
