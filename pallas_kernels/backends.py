@@ -9,10 +9,14 @@ import jax
 
 from jdlite.errors import ConfigError
 
-REFERENCE, MOSAIC_TPU = "reference", "mosaic_tpu"
+REFERENCE, MOSAIC_TPU, MOSAIC_GPU = "reference", "mosaic_tpu", "mosaic_gpu"
 
 # What is tried, in order, where no name is given; a platform that is not listed runs the reference.
-PREFERRED = {"tpu": (MOSAIC_TPU, REFERENCE)}
+PREFERRED = {
+    "tpu": (MOSAIC_TPU, REFERENCE),
+    "gpu": (MOSAIC_GPU, REFERENCE),
+    "cuda": (MOSAIC_GPU, REFERENCE),
+}
 
 
 def candidates(operation: str, known: Sequence[str], backend: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -63,3 +67,19 @@ def dispatch(
         except NotImplementedError as refusal:
             reasons.append(f"{name}: {refusal}")
     raise NotImplementedError(f"{operation} cannot run here. {' '.join(reasons)}")
+
+
+def require_mosaic_gpu() -> None:
+    """Refuse where the Hopper kernels have not been checked.
+
+    Raises:
+        NotImplementedError: JAX older than 0.12, or a default device that is a GPU without Hopper's instructions.
+    """
+    if jax.__version_info__ < (0, 12):
+        raise NotImplementedError(f"The Hopper kernels need JAX 0.12: got {jax.__version__}.")
+    if jax.default_backend() in ("gpu", "cuda", "rocm"):
+        device = jax.devices()[0]
+        if str(getattr(device, "compute_capability", "")) != "9.0":
+            raise NotImplementedError(
+                f"The kernels are for Hopper GPUs, compute capability 9.0: got {device.device_kind}."
+            )

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from jaxtyping import Array, Int, Shaped
 
 from jdlite.errors import ConfigError
-from pallas_kernels.backends import MOSAIC_TPU, REFERENCE, dispatch
-from pallas_kernels.commit_cache import mosaic_tpu, reference
+from pallas_kernels.backends import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, dispatch
+from pallas_kernels.commit_cache import mosaic_gpu, mosaic_tpu, reference
 
 __all__ = ["commit_cache"]
 
-_BACKENDS = {REFERENCE: reference.commit_cache, MOSAIC_TPU: mosaic_tpu.commit_cache}
+_BACKENDS = {
+    REFERENCE: reference.commit_cache,
+    MOSAIC_TPU: mosaic_tpu.commit_cache,
+    MOSAIC_GPU: mosaic_gpu.commit_cache,
+}
 
 
 def commit_cache(
@@ -38,7 +42,8 @@ def commit_cache(
         path: nodes to keep, in order; entries from `count[b]` on are not read.
         lengths: slots in use by each row.
         count: how many nodes to keep, 0 to P; `lengths + count` must not exceed S.
-        backend: `"reference"`, `"mosaic_tpu"`, several names to try in order, or None to go by the device.
+        backend: `"reference"`, `"mosaic_tpu"`, `"mosaic_gpu"`, several names to try in order, or None to go by the
+            device.
 
     Returns:
         The two caches. The caller advances the lengths.
