@@ -18,6 +18,8 @@ _WHERE = {
     "jdlite.checkpoints.target": ("Target", "load_target"),
     "jdlite.checkpoints.huggingface": ("save_huggingface",),
     "jdlite.checkpoints.gguf": ("convert_gguf",),
+    "jdlite.conversation": ("Conversation",),
+    "jdlite.decoding.request": ("make_request",),
     "jdlite.decoding.sampling": ("Sampling",),
     "jdlite.decoding.session": ("Result", "Session"),
     "jdlite.decoding.state": ("DecodeState", "Request", "init_state"),
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from jdlite.checkpoints.gguf import convert_gguf
     from jdlite.checkpoints.huggingface import save_huggingface
     from jdlite.checkpoints.target import Target, load_target
+    from jdlite.conversation import Conversation
     from jdlite.decoding.loop import catch_up, decode_rounds, start
     from jdlite.decoding.policy import Costs
+    from jdlite.decoding.request import make_request
     from jdlite.decoding.sampling import Sampling
     from jdlite.decoding.session import Result, Session
     from jdlite.decoding.state import DecodeState, Request, init_state

@@ -12,10 +12,11 @@ import numpy as np
 
 from jdlite.decoding import loop
 from jdlite.decoding.policy import Costs, variants
-from jdlite.decoding.sampling import GREEDY, Sampling, stack
+from jdlite.decoding.request import make_request
+from jdlite.decoding.sampling import GREEDY, Sampling
 from jdlite.decoding.state import DecodeState, Progress, Request, init_state
 from jdlite.decoding.stats import Stats
-from jdlite.decoding.stops import Finish, make_stops
+from jdlite.decoding.stops import Finish
 from jdlite.drafters.base import Drafter
 from jdlite.errors import CapacityError, ConfigError, PromptError
 from jdlite.models.decoder import Decoder
@@ -219,11 +220,14 @@ class Session:
             raise ConfigError(f"max_new_tokens must not be negative: got {budget.min()}.")
         if log_rounds < 0:
             raise ConfigError(f"log_rounds must not be negative: got {log_rounds}.")
-        stops = make_stops(stop_ids, stop_sequences, self.batch)
-        request = Request(
-            sampling=stack(sampling, self.batch, self.model.config.vocab_size, stops.ids),
-            stops=stops,
-            keys=row_keys(seed, self.batch),
+        request = make_request(
+            self.model,
+            self.drafter,
+            self.batch,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            stop_sequences=stop_sequences,
+            seed=seed,
             costs=self.costs,
         )
         return request, np.broadcast_to(np.minimum(budget, 2**31 - 1).astype(np.int32), self.batch), log_rounds
@@ -271,17 +275,6 @@ class Session:
         if len(lengths) != self.batch or any(not 0 <= want <= have for want, have in zip(lengths, now, strict=True)):
             raise ConfigError(f"rollback takes one length per row, at most {now}: got {list(lengths)}.")
         self.state = _rollback(self.drafter, self.state, jnp.asarray(lengths, jnp.int32))
-
-
-def row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
-    """`[B]` typed keys. One seed gives row b the b-th stream of it; a list gives each row its own seed's stream 0."""
-    seeds = np.asarray(seed)
-    if seeds.shape not in ((), (batch,)) or not np.issubdtype(seeds.dtype, np.integer):
-        got = f"{len(seeds)} for {batch} rows" if seeds.ndim == 1 else f"{seed!r:.60}"
-        raise ConfigError(f"seed must be one integer or one per row: got {got}.")
-    if not seeds.ndim:
-        return jax.vmap(partial(jax.random.fold_in, jax.random.key(int(seeds))))(jnp.arange(batch))
-    return jnp.stack([jax.random.fold_in(jax.random.key(int(s)), 0) for s in seeds])
 
 
 def _token_array(row: Sequence[int], b: int) -> np.ndarray:

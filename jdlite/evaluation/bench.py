@@ -12,10 +12,9 @@ from jdlite.api import cache_folder, calibrate, resolve_costs
 from jdlite.checkpoints.target import Target
 from jdlite.decoding.costs import costs_file
 from jdlite.decoding.policy import Costs, variants
-from jdlite.decoding.sampling import Sampling, stack
-from jdlite.decoding.session import row_keys
+from jdlite.decoding.request import make_request
+from jdlite.decoding.sampling import Sampling
 from jdlite.decoding.state import Request
-from jdlite.decoding.stops import make_stops
 from jdlite.drafters.base import SOURCES, Drafter
 from jdlite.drafters.registry import NAMES, check_drafter, make_drafter
 from jdlite.errors import ConfigError
@@ -276,10 +275,15 @@ class Bench:
             self.progress(text)
 
     def _request(self, batch: int) -> Request:
-        stops = make_stops([list(self.target.eos_ids)] * batch, None, batch)
-        sampling = stack(self.options.sampling, batch, self.target.config.vocab_size, stops.ids)
         # The costs are replaced by each drafter's own.
-        return Request(sampling, stops, row_keys(self.options.seed, batch), Costs.free((1,)))
+        return make_request(
+            self.target.model,
+            Plain(),
+            batch,
+            sampling=self.options.sampling,
+            stop_ids=[list(self.target.eos_ids)] * batch,
+            seed=self.options.seed,
+        )
 
     def _point(self, session: SharedSession, request: Request, job: Job, where: str):
         """Runs of the last repeat, and seconds of all repeats, by name."""

@@ -15,7 +15,7 @@ from jdlite.training.prompts import PromptsConfig
 from jdlite.training.regenerate import RegenerateConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Label = Literal["data", "target"]
+Label = Literal["data", "target", "distribution"]
 
 
 def _at_least(owner: Any, limits: Mapping[str, float], group: str) -> None:
@@ -92,7 +92,8 @@ class LossOptions:
     Attributes:
         gamma: draft i = 1..K weighs exp(-(i - 1) / gamma).
         contiguous: a label that is not supervised cuts all later ones of its anchor, instead of itself alone.
-        label: of the token cross-entropy: the `target`'s most likely token or the `data`'s.
+        label: of the cross-entropy: the `target`'s most likely token, the `data`'s, or the target's whole
+            `distribution` (not with `top_k`).
         base_gamma: decay of the auxiliary cross-entropy of the backbone (see `StudentOptions.base_ce`).
         top_k: compare distributions on the target's k most likely tokens, all others counted as one; 0 compares the
             whole vocabulary.
@@ -305,6 +306,11 @@ class TrainConfig:
             raise ConfigError(
                 f"mesh.data must divide the rows that go through the networks at once: got {self.mesh.data} for "
                 f"{self.batch.micro}; change batch.micro_rows or mesh.data."
+            )
+        if self.loss.top_k and "distribution" in (self.loss.label, self.teacher.label):
+            raise ConfigError(
+                f"the label distribution needs the whole vocabulary: got loss.top_k {self.loss.top_k}; set it to 0, or "
+                "choose the label target."
             )
 
     def dlite(self, target: DecoderConfig) -> DLiteConfig:

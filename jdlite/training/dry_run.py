@@ -153,7 +153,7 @@ def _one_stage(
     if config.features.source == "disk":
         stored = read_layers(config, shape)
         batch["states"] = jnp.zeros((*batch["tokens"].shape, len(stored) + 1, shape.hidden_size), jnp.float32)
-    step = Step(config, part, Template(dlite), taught, optimizer, label == "target", stored)
+    step = Step(config, part, Template(dlite), taught, optimizer, label, stored)
     params = _shapes(dlite)
     teacher = None if taught is None else _shapes(taught.config)
     scalars = Scalars(*(jnp.float32(v) for v in (0.1, 1.0, float(part.uses_teacher), 0.0, 1.0)))

@@ -1,8 +1,9 @@
 """Losses over the vocabulary, computed in pieces so that no array of all anchors, drafts and tokens is ever held.
 
-For a pair of an anchor and a draft let q be the drafter's law, p the target's (or t the teacher's) and x the label:
+For a pair of an anchor and a draft let q be the drafter's law, p the target's (or t the teacher's) and x the label,
+a token or p itself:
 
-    ce = -log q(x)          l1 = sum_v |p(v) - q(v)|          kl = sum_v t(v) (log t(v) - log q(v))
+    ce = -log q(x) or -sum_v p(v) log q(v)      l1 = sum_v |p(v) - q(v)|      kl = sum_v t(v) (log t(v) - log q(v))
 
 1 - l1 / 2 is the probability that rejection sampling keeps the draft.
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jdlite.training.config import Label
 from jdlite.training.law import Law, Pieces
 
 _NEGATIVE = -1e30  # stands for minus infinity where a difference of two of them must not be NaN
@@ -61,7 +63,7 @@ def surrogate(
     pieces: Pieces,
     *,
     law: Law | None = None,
-    label_is_target: bool = False,
+    label: Label = "data",
     teacher: tuple[jax.Array, jax.Array] | None = None,
     learn_output: bool = True,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Parts]:
@@ -76,7 +78,8 @@ def surrogate(
         weights: of the losses. `l1` needs `law`, `kl` needs `teacher`.
         pieces: sizes.
         law: the target's distributions; without one `l1` is 0.
-        label_is_target: the label of `ce` is the target's most likely token.
+        label: of `ce`: the `data`'s token, the `target`'s most likely one, or the target's whole `distribution`; the
+            latter two need `law`.
         teacher: head outputs and output matrix of the teacher.
         learn_output: whether the gradient of `output` is wanted.
 
@@ -106,7 +109,7 @@ def surrogate(
         pieces=pieces,
         weights=weights,
         law=law,
-        label_is_target=label_is_target,
+        label=label,
         learn_output=learn_output,
     )
 
@@ -134,7 +137,7 @@ class _Sweep:
     pieces: Pieces
     weights: Weights
     law: Law | None
-    label_is_target: bool
+    label: Label
     learn_output: bool
 
     def __call__(self, rows):
@@ -143,7 +146,9 @@ class _Sweep:
         target = None if self.law is None else self.law.at(rows["index"])
         probabilities, best = (None, None) if target is None else (target.tile, target.best)
         flat = self.output.reshape(-1, u.shape[1])
-        label = rows["label"] if best is None or not self.label_is_target else best
+        label = best if best is not None and self.label == "target" else rows["label"]
+        # The soft label: p of a tile is read in the second and third sweep, as for l1.
+        soft = probabilities if self.label == "distribution" else None
         zero = jnp.zeros(n, jnp.float32)
         low = jnp.full(n, _NEGATIVE)
 
@@ -152,7 +157,7 @@ class _Sweep:
             z, tile = self._logits(u, self.output, x)
             first = tile * self.pieces.tile
             at_label += _pick(z, label - first)
-            if best is not None and not self.label_is_target:
+            if best is not None and self.label != "target":
                 at_best += _pick(z, best - first)
             if self.teacher is not None:
                 t_carry = _online(t_carry, self._logits(rows["teacher"], self.teacher, x)[0])
@@ -164,25 +169,30 @@ class _Sweep:
         log_norm = q_carry[0] + jnp.log(q_carry[1])
         teacher_norm = t_carry[0] + jnp.log(t_carry[1])
         ce = log_norm - at_label
-        match = (at_label if best is None or self.label_is_target else at_best) >= q_carry[0]
+        match = (at_label if best is None or self.label == "target" else at_best) >= q_carry[0]
 
         def compare(carry, x):
-            l1, pull, kl = carry
+            l1, pull, kl, cross = carry
             z, tile = self._logits(u, self.output, x)
             log_q = z - log_norm[:, None]
             q = jnp.exp(log_q)
             if probabilities is not None:
-                d = q - probabilities(tile)
+                p = probabilities(tile)
+                d = q - p
+                if soft is not None:
+                    cross -= jnp.sum(p * log_q, axis=1)
                 l1 += jnp.sum(jnp.abs(d), axis=1)
                 pull += jnp.sum(jnp.where(d > 0, q, -q), axis=1)
             if self.teacher is not None:
                 log_t = self._logits(rows["teacher"], self.teacher, x)[0] - teacher_norm[:, None]
                 kl += jnp.sum(jnp.exp(log_t) * (log_t - log_q), axis=1)
-            return (l1, pull, kl), None
+            return (l1, pull, kl, cross), None
 
-        l1 = pull = kl = zero
+        l1 = pull = kl = cross = zero
         if probabilities is not None or self.teacher is not None:
-            (l1, pull, kl), _ = jax.lax.scan(compare, (zero, zero, zero), tiles)
+            (l1, pull, kl, cross), _ = jax.lax.scan(compare, (zero, zero, zero, zero), tiles)
+        if soft is not None:
+            ce = cross
 
         rest, likely = zero, None
         if target is not None and target.ids is not None:
@@ -200,6 +210,8 @@ class _Sweep:
             if probabilities is not None:
                 factor = common + jnp.where(q > probabilities(tile), signed, -signed)
             d_z = q * factor
+            if soft is not None:
+                d_z -= at * soft(tile)
             if self.teacher is not None:
                 log_t = self._logits(rows["teacher"], self.teacher, x)[0] - teacher_norm[:, None]
                 d_z -= taught * jnp.exp(log_t)
@@ -209,12 +221,15 @@ class _Sweep:
                 return d_u, None
             return d_u, jnp.matmul(d_z.T, u, preferred_element_type=jnp.float32)
 
-        d_u, d_output = jax.lax.scan(differentiate, jnp.zeros(u.shape, jnp.float32), tiles)
         at, d_flat = (scale * w.ce)[:, None], None
-        d_u -= at * flat[label].astype(jnp.float32)
+        d_u, d_output = jax.lax.scan(differentiate, jnp.zeros(u.shape, jnp.float32), tiles)
         wide = u.astype(jnp.float32)
         if d_output is not None:
-            d_flat = d_output.reshape(flat.shape).at[label].add(-at * wide)
+            d_flat = d_output.reshape(flat.shape)
+        if soft is None:
+            d_u -= at * flat[label].astype(jnp.float32)
+            if d_flat is not None:
+                d_flat = d_flat.at[label].add(-at * wide)
         if target is not None and likely is not None:
             apart = signed * likely.apart
             d_u += jnp.einsum("nk,nku->nu", apart, flat[target.ids].astype(jnp.float32))

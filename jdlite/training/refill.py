@@ -17,12 +17,12 @@ import numpy as np
 
 from jdlite.api import bucket
 from jdlite.decoding import loop
-from jdlite.decoding.policy import Costs, variants
-from jdlite.decoding.sampling import Sampling, stack
-from jdlite.decoding.session import row_keys
+from jdlite.decoding.policy import variants
+from jdlite.decoding.request import make_request, row_keys
+from jdlite.decoding.sampling import Sampling
 from jdlite.decoding.state import DecodeState, Progress, Request, init_state
 from jdlite.decoding.stats import Stats
-from jdlite.decoding.stops import Finish, make_stops
+from jdlite.decoding.stops import Finish
 from jdlite.drafters.plain import Plain
 from jdlite.errors import CapacityError, ConfigError
 from jdlite.models.decoder import Decoder
@@ -199,16 +199,10 @@ def decode_jobs(
 def _empty_batch(model: Decoder, sampling: Sampling, stop_ids: Sequence[int], batch_size: int, capacity: int) -> _Batch:
     """A batch of which no row is running."""
     B, counts = batch_size, variants(_PLAIN.max_nodes)
-    stops = make_stops([list(stop_ids)] * B, None, B)
     zeros = lambda: jnp.zeros(B, jnp.int32)  # noqa: E731
     return _Batch(
         state=init_state(model, _PLAIN, B, capacity),
-        request=Request(
-            sampling=stack(sampling, B, model.config.vocab_size, stops.ids),
-            stops=stops,
-            keys=row_keys(0, B),
-            costs=Costs.free(counts),
-        ),
+        request=make_request(model, _PLAIN, B, sampling=sampling, stop_ids=[list(stop_ids)] * B),
         progress=Progress(
             finish=jnp.full(B, int(Finish.LENGTH), jnp.int32),
             budget=zeros(),

@@ -12,7 +12,7 @@ import optax
 
 from jdlite.models.decoder import Decoder
 from jdlite.training.anchors import Anchors, choose, draft_weights, eligible, gather_anchors
-from jdlite.training.config import TrainConfig
+from jdlite.training.config import Label, TrainConfig
 from jdlite.training.features import TargetStates, backbone_states, head_outputs, stored_states, target_states
 from jdlite.training.initialise import Params, Template, lm_head
 from jdlite.training.law import Law, Pieces, make_law
@@ -60,7 +60,7 @@ class Step:
         template: of the network that is trained.
         teacher: of the frozen teacher, in stages that use it.
         optimizer: from `make_optimizer`.
-        label_is_target: the label of the token cross-entropy.
+        label: of the cross-entropy.
         stored: layers whose outputs come with the batch (`features.stored_states`); None runs the target.
     """
 
@@ -69,7 +69,7 @@ class Step:
     template: Template
     teacher: Template | None
     optimizer: optax.GradientTransformation
-    label_is_target: bool
+    label: Label
     stored: tuple[int, ...] | None = None
 
     def train(
@@ -184,7 +184,7 @@ class Step:
         index = rows + jnp.minimum(anchors.positions[..., None] + jnp.arange(K), T - 1)
         # In pieces of whole anchors: their drafts share most positions.
         pieces = Pieces.of(d.vocab_size, B, K, pairs=c.loss.pairs, tile=c.loss.vocab_tile)
-        wants_law = held_out or self.stage.uses_l1 or (self.stage.uses_tokens and self.label_is_target)
+        wants_law = held_out or self.stage.uses_l1 or (self.stage.uses_tokens and self.label != "data")
         law = self._law(target, states, index, anchors.supervised, pieces) if wants_law else None
         taught = None
         if uses_teacher:
@@ -194,7 +194,7 @@ class Step:
             t_u = jax.lax.stop_gradient(head_outputs(frozen, t_hidden, anchors))
             taught = (t_u, _output(frozen, target))
         own = model.head.output is not None
-        shared: dict[str, Any] = {"law": law, "label_is_target": self.label_is_target and law is not None}
+        shared: dict[str, Any] = {"law": law, "label": self.label}
         value, loss, parts = surrogate(
             u.reshape(B, P, K, -1),
             params["head"]["output"]["weight"] if own else lm_head(target),

@@ -318,9 +318,7 @@ class PhaseRun:
         """The computation of a stage."""
         label = self.config.teacher.label if self.phase == "teacher" else self.config.loss.label
         stored = None if self._features is None else self._features.layers
-        return Step(
-            self.config, stage, self.template, self._teacher_template, self._optimizer, label == "target", stored
-        )
+        return Step(self.config, stage, self.template, self._teacher_template, self._optimizer, label, stored)
 
     # Watching.
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdlite.decoding import loop
-from jdlite.decoding.sampling import Sampling
+from jdlite.decoding.request import make_request
 from jdlite.decoding.state import init_state
 from jdlite.drafters.base import SOURCES
 from jdlite.drafters.plain import Plain
@@ -161,15 +161,7 @@ _start = jax.jit(functools.partial(loop.start, log_rounds=0))
 
 def request_of(model):
     """A greedy request without stops, and its arrays."""
-    from jdlite.decoding.policy import Costs
-    from jdlite.decoding.sampling import stack
-    from jdlite.decoding.session import row_keys
-    from jdlite.decoding.state import Request
-    from jdlite.decoding.stops import make_stops
-
-    stops = make_stops([[99]] * B, None, B)
-    sampling = stack(Sampling(), B, VOCAB, stops.ids)
-    return Request(sampling=sampling, stops=stops, keys=row_keys(0, B), costs=Costs.free((NODES,)))
+    return make_request(model, PERFECT, B, stop_ids=[[99]] * B)
 
 
 def prefilled(model, drafter):

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdlite.decoding import session as session_module
+from jdlite.decoding.request import row_keys
 from jdlite.decoding.sampling import Sampling
-from jdlite.decoding.session import Session, row_keys
+from jdlite.decoding.session import Session
 from jdlite.drafters.base import Drafter
 from jdlite.drafters.plain import Plain
 from jdlite.drafters.registry import make_drafter

@@ -9,10 +9,8 @@ import pytest
 from flax import nnx
 
 from jdlite.decoding.policy import Costs, variants
-from jdlite.decoding.sampling import Sampling, stack
-from jdlite.decoding.session import Session, row_keys
-from jdlite.decoding.state import Request
-from jdlite.decoding.stops import make_stops
+from jdlite.decoding.request import make_request
+from jdlite.decoding.session import Session
 from jdlite.drafters.base import Drafter, Needs
 from jdlite.drafters.lookup import PromptLookup
 from jdlite.drafters.plain import Plain
@@ -79,8 +77,8 @@ def shared(model, **options):
 
 
 def request():
-    stops = make_stops([[96], [96]], None, 2)
-    return Request(stack(Sampling(), 2, 97, stops.ids), stops, row_keys(0, 2), Costs.free((1,)))
+    config = DecoderConfig.tiny(num_layers=2)
+    return make_request(Decoder(config, rngs=nnx.Rngs(0)), Plain(), 2, stop_ids=[[96], [96]])
 
 
 def test_memories_equal_those_of_single_prefills(model):

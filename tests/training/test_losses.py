@@ -27,12 +27,14 @@ def example(seed=0, vocab=V):
     }
 
 
-def plain(u, output, x, weights, *, law, label_is_target, teacher, top_k=0):
+def plain(u, output, x, weights, *, law, label, teacher, top_k=0):
     """The formulas of the module, on whole arrays."""
     log_q = jax.nn.log_softmax(u @ output.T)
     p = jax.nn.softmax(x["hidden"].reshape(B * T, D) @ x["head"].T)[x["index"]]
-    label = jnp.argmax(p, axis=-1) if label_is_target else x["labels"]
-    ce = -jnp.take_along_axis(log_q, label[..., None], axis=-1)[..., 0]
+    token = jnp.argmax(p, axis=-1) if label == "target" else x["labels"]
+    ce = -jnp.take_along_axis(log_q, token[..., None], axis=-1)[..., 0]
+    if label == "distribution":
+        ce = -jnp.sum(p * log_q, axis=-1)
     q = jnp.exp(log_q)
     l1 = jnp.sum(jnp.abs(p - q), axis=-1) if law else jnp.zeros_like(ce)
     if top_k:
@@ -41,18 +43,21 @@ def plain(u, output, x, weights, *, law, label_is_target, teacher, top_k=0):
         l1 = jnp.sum(jnp.where(kept, jnp.abs(p - q), 0), axis=-1) + rest
     log_t = jax.nn.log_softmax(x["teacher"][0] @ x["teacher"][1].T)
     kl = jnp.sum(jnp.exp(log_t) * (log_t - log_q), axis=-1) if teacher else jnp.zeros_like(ce)
-    best = jnp.argmax(p, axis=-1) if law else label
+    best = jnp.argmax(p, axis=-1) if law else token
     match = (jnp.argmax(log_q, axis=-1) == best).astype(jnp.float32)
     return jnp.sum(x["scale"] * (weights.ce * ce + weights.l1 * l1 + weights.kl * kl)), (ce, l1, kl, match)
 
 
 CASES = {
-    "ce": (Weights(ce=1.0), {"law": False, "label_is_target": False, "teacher": False}),
-    "ce and l1": (Weights(ce=0.1, l1=1.0), {"law": True, "label_is_target": True, "teacher": False}),
-    "top k": (Weights(ce=0.1, l1=1.0), {"law": True, "label_is_target": True, "teacher": False, "top_k": 4}),
-    "data label": (Weights(ce=0.4, l1=0.7), {"law": True, "label_is_target": False, "teacher": False}),
-    "kl": (Weights(kl=1.0), {"law": False, "label_is_target": False, "teacher": True}),
-    "all": (Weights(ce=0.2, l1=0.3, kl=0.6), {"law": True, "label_is_target": True, "teacher": True}),
+    "ce": (Weights(ce=1.0), {"law": False, "label": "data", "teacher": False}),
+    "ce and l1": (Weights(ce=0.1, l1=1.0), {"law": True, "label": "target", "teacher": False}),
+    "top k": (Weights(ce=0.1, l1=1.0), {"law": True, "label": "target", "teacher": False, "top_k": 4}),
+    "data label": (Weights(ce=0.4, l1=0.7), {"law": True, "label": "data", "teacher": False}),
+    "kl": (Weights(kl=1.0), {"law": False, "label": "data", "teacher": True}),
+    "soft label": (Weights(ce=0.4), {"law": True, "label": "distribution", "teacher": False}),
+    "soft label and l1": (Weights(ce=0.4, l1=0.7), {"law": True, "label": "distribution", "teacher": False}),
+    "soft label and all": (Weights(ce=0.4, l1=0.7, kl=0.3), {"law": True, "label": "distribution", "teacher": True}),
+    "all": (Weights(ce=0.2, l1=0.3, kl=0.6), {"law": True, "label": "target", "teacher": True}),
 }
 
 
@@ -79,7 +84,7 @@ def test_values_and_gradients(case, shared):
             weights,
             pieces,
             law=law,
-            label_is_target=options["label_is_target"],
+            label=options["label"],
             teacher=x["teacher"] if options["teacher"] else None,
         )
         return value, (loss, parts)

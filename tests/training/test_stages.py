@@ -8,6 +8,7 @@ import pytest
 from jdlite.errors import ConfigError
 from jdlite.training.config import OptimizerOptions, StudentOptions, TeacherOptions
 from jdlite.training.stages import learning_rate, make_plan
+from tests.training.tiny_run import config
 
 TEACHER, ADAM = TeacherOptions(), OptimizerOptions(learning_rate=2e-3)
 
@@ -79,3 +80,10 @@ def test_one_schedule_over_all_stages():
     np.testing.assert_allclose(rates[:rise], 2e-3 * np.arange(1, rise + 1) / rise, rtol=1e-5)
     fall = 2e-3 * (0.5 + 0.5 * np.cos(np.pi * (np.arange(rise, 1000) - rise) / (1000 - rise)))
     np.testing.assert_allclose(rates[rise:], fall, atol=1e-9)
+
+
+@pytest.mark.parametrize("group", ["loss", "teacher"])
+def test_a_soft_label_needs_the_whole_vocabulary(tmp_path, group):
+    config(tmp_path, f"{group}.label=distribution")
+    with pytest.raises(ConfigError, match=r"label distribution needs the whole vocabulary: got loss.top_k 4"):
+        config(tmp_path, f"{group}.label=distribution", "loss.top_k=4")
