@@ -136,7 +136,7 @@ class PhaseRun:
 
     def _info(self) -> dict[str, Any]:
         return {
-            "target": self.target.source,
+            "target": self.config.target.path,
             "target_hash": self.target.weights_hash,
             "target_fingerprint": self.target.fingerprint,
             "tokenizer_hash": tokenizer_hash(self.target.tokenizer),
