@@ -16,6 +16,7 @@ from jdlite.decoding.request import make_request
 from jdlite.decoding.sampling import Sampling
 from jdlite.decoding.state import Request
 from jdlite.drafters.base import SOURCES, Drafter
+from jdlite.drafters.plain import Plain
 from jdlite.drafters.registry import NAMES, check_drafter, make_drafter
 from jdlite.errors import ConfigError
 from jdlite.evaluation.broadcast import Run, SharedSession
