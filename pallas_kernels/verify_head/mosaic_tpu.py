@@ -23,6 +23,8 @@ MAX_NODES = 256
 STATE_BYTES = 1 << 21
 TILE_BYTES = 1 << 21
 MAX_LOGITS = 1 << 17
+# Bytes of the narrowest tile of W, 128 ids, at most.
+MAX_TILE_BYTES = 1 << 22
 
 
 def _kernel(*refs, vocab, transposed, sampled, top_k):
@@ -169,12 +171,15 @@ def verify_head(
         raise NotImplementedError(f"The kernel has float32 and bfloat16: got a weight in {weight.dtype}.")
     if top_k > MAX_TOP:
         raise NotImplementedError(f"The kernel keeps at most {MAX_TOP} most likely ids: got {top_k}.")
-    sampled = sampling.stochastic
-    words = key_words(jax.vmap(jax.vmap(noise_key, (None, 0)))(keys, positions)) if sampled else None
-
     V, D = weight.shape
     B, N = drafts.shape
     itemsize = weight.dtype.itemsize
+    widest = MAX_TILE_BYTES // (LANES * itemsize)
+    if widest < D:
+        raise NotImplementedError(f"The kernel takes a width of at most {widest} in {weight.dtype}: got {D}.")
+    sampled = sampling.stochastic
+    words = key_words(jax.vmap(jax.vmap(noise_key, (None, 0)))(keys, positions)) if sampled else None
+
     rows, ids = block_sizes(B * N, D, V, itemsize)
     ids = block or ids
     blocks = pl.cdiv(B * N, rows)

@@ -205,6 +205,16 @@ class HeadCases:
         np.testing.assert_array_equal(out.top_ids[0, 3], np.zeros(3))
         np.testing.assert_array_equal(out.top_logits[0, 3], np.full(3, -np.inf))
 
+    def test_a_nan_in_the_weight_counts_as_infinity(self):
+        case = make(V=140, B=1, N=1)
+        out = self.run(case.weight.at[131, 3].set(jnp.nan), *case.args[1:], top_k=2, path_length=1)
+        _, _, ids, largest, _ = oracle(case, top_k=1)
+        np.testing.assert_array_equal(out.tokens, [[131]])
+        np.testing.assert_array_equal(out.top_ids[0, 0], [131, ids[0, 0, 0]])
+        np.testing.assert_allclose(out.top_logits[0, 0], [np.inf, largest[0, 0, 0]], rtol=1e-5)
+        assert out.broken.all()
+        assert np.isnan(out.log_prob).all()
+
     def test_without_a_valid_draft_the_bonus_token_is_emitted(self):
         case = make(V=40, B=2, N=3)
         case = dataclasses.replace(case, valid=np.zeros_like(case.valid))
@@ -359,6 +369,8 @@ class TestMosaicTpu(HeadCases):
         case = make(B=1, N=2)
         with pytest.raises(NotImplementedError, match="at most 128 most likely ids: got 129"):
             verify_head(*case.args, path_length=2, top_k=129, backend="mosaic_tpu")
+        with pytest.raises(NotImplementedError, match="width of at most 8192 in float32: got 8193"):
+            verify_head(*make(V=2, D=8193, B=1, N=2).args, path_length=2, backend="mosaic_tpu")
         keys = jax.random.split(jax.random.key(0, impl="rbg"), 1)
         args = dataclasses.replace(case, rows=[Sampling(temperature=1.0)]).args[:-1]
         with pytest.raises(NotImplementedError, match="rbg keys"):
