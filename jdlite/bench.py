@@ -154,9 +154,14 @@ def _bench(arguments: Arguments) -> None:
         records.append(bench.run(job))
         if a.json is not None:
             summary = report.summarise(records)
-            results.save(a.json, results.document(settings, environment, records, summary, bench.notes))
+            lengths = report.by_length(records)
+            results.save(a.json, results.document(settings, environment, records, summary, lengths, bench.notes))
     summary = report.summarise(records)
-    Console(width=None if sys.stdout.isatty() else 140).print(report.table(summary))
+    stdout = Console(width=None if sys.stdout.isatty() else 140)
+    stdout.print(report.table(summary))
+    lengths = report.by_length(records)
+    if len({row["from"] for row in lengths}) > 1:
+        stdout.print(report.length_table(lengths))
     for note in bench.notes:
         console.print(f"note: {note}", markup=False)
     if a.png is not None:

@@ -45,6 +45,42 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+def by_length(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tau by the length of the history, pooled over tasks and batch sizes: whether drafts get worse as texts grow.
+
+    One dict per range and drafter, short histories first: `from` and `to` in tokens (0 to 1023, then octaves),
+    `drafter`, `decodes`, `tokens`, `rounds`, `tau`.
+    """
+    groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for point in (point for record in records for point in record["points"]):
+        for name, found in point["drafters"].items():
+            # A peer has no rounds.
+            for prompt, *counts in zip(point["prompt_tokens"], found["emitted"], found.get("rounds", ()), strict=False):
+                begin = 0 if prompt < 1024 else 1 << (prompt.bit_length() - 1)
+                groups.setdefault((begin, name), []).append((counts[0], counts[1]))
+    out = []
+    for (begin, name), decodes in sorted(groups.items(), key=lambda item: item[0][0]):
+        tokens, rounds = (sum(column) for column in zip(*decodes, strict=True))
+        row = {"from": begin, "to": max(1023, 2 * begin - 1), "drafter": name, "decodes": len(decodes)}
+        out.append({**row, "tokens": tokens, "rounds": rounds, "tau": tokens / max(rounds, 1)})
+    return out
+
+
+def length_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """`by_length` as a table: a line per range, a column per drafter."""
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    out = Table(title="tau by tokens of history")
+    out.add_column("history")
+    for name in ("decodes", *names):
+        out.add_column(name, justify="right")
+    for begin in dict.fromkeys(row["from"] for row in rows):
+        inside = {row["drafter"]: row for row in rows if row["from"] == begin}
+        first = next(iter(inside.values()))
+        cells = [_figure(inside[name]["tau"] if name in inside else None) for name in names]
+        out.add_row(f"{begin}-{first['to']}", str(first["decodes"]), *cells)
+    return out
+
+
 def _seconds(point: Mapping, name: str) -> float:
     return statistics.median(point["drafters"][name]["seconds"])
 

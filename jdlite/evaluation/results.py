@@ -100,6 +100,7 @@ def document(
     environment: Mapping[str, Any],
     records: Sequence[Mapping],
     summary: Sequence[Mapping],
+    by_length: Sequence[Mapping],
     notes: Sequence[str],
 ) -> dict[str, Any]:
     """The whole content of a results file."""
@@ -108,6 +109,7 @@ def document(
         "environment": dict(environment),
         "settings": plain_data(settings),
         "summary": list(summary),
+        "by_length": list(by_length),
         "notes": list(notes),
         "records": list(records),
     }

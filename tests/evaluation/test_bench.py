@@ -1,9 +1,12 @@
 """The bench command on a tiny random target: its figures are worked out again from what it keeps."""
 
+import io
 import json
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jdlite import bench as command
 from jdlite.checkpoints.target import Target
@@ -12,7 +15,7 @@ from jdlite.drafters.lookup import PromptLookup
 from jdlite.drafters.plain import Plain
 from jdlite.errors import ConfigError
 from jdlite.evaluation.bench import Options, difference, resolve, split_drafters
-from jdlite.evaluation.report import summarise
+from jdlite.evaluation.report import by_length, length_table, summarise
 from tests.tiny_target import END, save_tiny_target, tiny_model
 
 ROWS = [
@@ -217,3 +220,29 @@ def test_plain_always_runs_first():
     assert Options(drafters=("pld", "plain")).drafters == ("plain", "pld")
     with pytest.raises(ConfigError, match="budget"):
         Options(budget="half")
+
+
+def test_tau_by_length_of_the_history():
+    decode = lambda emitted, rounds: {"emitted": emitted, "rounds": rounds}  # noqa: E731
+    point = lambda prompts, plain, ours: {"prompt_tokens": prompts, "drafters": {"plain": plain, "pld": ours}}  # noqa: E731
+    records = [
+        {
+            "points": [
+                point([1023], decode([6], [6]), decode([6], [2])),
+                point([2048], decode([8], [8]), decode([8], [4])),
+            ]
+        },
+        {"points": [point([1024, 4095], decode([3, 4], [3, 4]), decode([3, 4], [3, 1]))]},
+    ]
+    found = {(row["from"], row["to"], row["drafter"]): row for row in by_length(records)}
+    assert list(found) == [(b, e, n) for b, e in ((0, 1023), (1024, 2047), (2048, 4095)) for n in ("plain", "pld")]
+    assert [row["tau"] for key, row in found.items() if key[2] == "pld"] == [3.0, 1.0, 12 / 5]
+    assert [row["decodes"] for key, row in found.items() if key[2] == "pld"] == [1, 1, 2]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(length_table(by_length(records)))
+    assert re.search(r"2048-4095 +\S +2 +\S +1.00 +\S +2.40", console.export_text())
+
+
+def test_a_peer_has_no_rounds():
+    records = [{"points": [{"prompt_tokens": [5], "drafters": {"transformers": {"emitted": [3]}}}]}]
+    assert by_length(records) == []
