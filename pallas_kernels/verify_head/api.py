@@ -34,6 +34,7 @@ def verify_head(
     top_k: int = 0,
     history: History | None = None,
     generated: Int[Array, "B N"] | None = None,
+    row_major: bool = False,
     backend: str | Sequence[str] | None = None,
 ) -> Verified:
     """Draw the target's token after each node of a draft tree and walk down the nodes that carry what was drawn.
@@ -61,6 +62,9 @@ def verify_head(
         top_k: how many of the largest unprocessed logits to return per node, static.
         history: needed when the sampling penalises; from `node_history`.
         generated: new tokens of the row before the one that each node predicts; needed with a minimum of new tokens.
+        row_major: the weight was pinned to row-major order (`jax.experimental.layout.Format`), static. A TPU stores it
+            transposed otherwise where D is no multiple of 128, and copies it wherever rows are gathered from it, as
+            from a tied embedding. A wrong word costs a copy of the weight per call and changes no result.
         backend: `"reference"`, `"mosaic_tpu"`, several names to try in order, or None to go by the device.
 
     Returns:
@@ -116,4 +120,5 @@ def verify_head(
         path_length,
         history,
         generated,
+        row_major,
     )

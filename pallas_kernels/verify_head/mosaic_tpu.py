@@ -149,6 +149,7 @@ def verify_head(
     path_length,
     history=None,
     generated=None,
+    row_major=False,
     *,
     block: int | None = None,
 ) -> Verified:
@@ -184,7 +185,7 @@ def verify_head(
     ids = block or ids
     blocks = pl.cdiv(B * N, rows)
     # XLA stores a matrix transposed where its last axis is no multiple of 128 lanes; so read, it is not copied.
-    transposed = D % LANES != 0
+    transposed = D % LANES != 0 and not row_major
 
     def of_nodes(x, width):
         x = x.reshape(B * N, x.shape[-1])

@@ -35,8 +35,10 @@ def verify_head(
     path_length: int,
     history: History | None,
     generated: Int[Array, "B N"] | None,
+    row_major: bool = False,
 ) -> Verified:
     """See `pallas_kernels.verify_head.api.verify_head`."""
+    del row_major  # XLA sees the layout itself
     logits = lm_head(weight, hidden)
     # top_k puts 0 before -0, and NaN anywhere; here zeros are equal.
     comparable = jnp.where(jnp.isnan(logits), jnp.inf, jnp.where(logits == 0, 0.0, logits))

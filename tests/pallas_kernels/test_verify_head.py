@@ -25,6 +25,7 @@ from tests.pallas_kernels.harness import (
     compile_for_tpu,
     copies_of,
     lowers_for_tpu,
+    tpu_device,
     tpu_interpreter,
 )
 
@@ -285,14 +286,16 @@ class TestReference(HeadCases):
 class TestMosaicTpu(HeadCases):
     fused = True
 
-    def run(self, *args, path_length, top_k=0):
+    def run(self, *args, path_length, top_k=0, **options):
+        options = {"top_k": top_k, "path_length": path_length, "block": 128, **options}
         with tpu_interpreter():
-            call = functools.partial(mosaic_tpu.verify_head, top_k=top_k, path_length=path_length, block=128)
+            call = functools.partial(mosaic_tpu.verify_head, **options)
             return jax.block_until_ready(jax.jit(call)(*args))
 
-    def test_rows_of_the_weight_are_read_where_its_width_is_whole(self):
-        case = make(V=200, D=128, B=1, N=3, temperature=0.9, whole=True)
-        out = self.run(*case.args, top_k=4, path_length=3)
+    @pytest.mark.parametrize(("D", "row_major"), [(128, False), (72, True)])
+    def test_reads_rows_of_the_weight(self, D, row_major):
+        case = make(V=200, D=D, B=1, N=3, temperature=0.5, whole=True)
+        out = self.run(*case.args, top_k=4, path_length=3, row_major=row_major)
         np.testing.assert_array_equal(out.tokens, oracle(case)[0])
         np.testing.assert_array_equal(out.top_ids, oracle(case, top_k=4)[2])
 
@@ -362,6 +365,24 @@ class TestMosaicTpu(HeadCases):
         assert not copies_of(text, args[0])
         assert memory.temp_size_in_bytes < 16 << 20
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("topology", TOPOLOGIES)
+    def test_compiles_without_copying_a_tied_weight_in_row_major_order(self, topology):
+        from jax.experimental.layout import Format, Layout
+
+        where = jax.sharding.SingleDeviceSharding(tpu_device(topology))
+        weight, *rest = shapes(49_152, 576, 1, 40, jnp.bfloat16, 0.0)
+        rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), rest)
+
+        def embed_and_verify(weight, hidden, parents, valid, drafts, *others):
+            hidden = hidden + jnp.take(weight, drafts, axis=0)
+            return call_kernel(weight, hidden, parents, valid, drafts, *others, row_major=True)
+
+        pinned = (Format(Layout(major_to_minor=(0, 1)), where), *[None] * len(rest))
+        text = jax.jit(embed_and_verify, in_shardings=pinned).lower(weight, *rest).compile().as_text()
+        assert text is not None
+        assert not copies_of(text, weight)
+
     def test_refusals(self):
         case = make(B=1, N=2, dtype=jnp.float16)
         with pytest.raises(NotImplementedError, match="float32 and bfloat16: got a weight in float16"):
@@ -380,10 +401,12 @@ class TestMosaicTpu(HeadCases):
             verify_head(*args, keys, path_length=2, backend=("mosaic_tpu", "reference"))
 
 
-def call_kernel(weight, hidden, parents, valid, drafts, positions, sampling, keys, top_k=0):
+def call_kernel(weight, hidden, parents, valid, drafts, positions, sampling, keys, top_k=0, row_major=False):
     """The kernel from a tree's parents on, as the decoder would have it."""
     tree = Tree.from_parents(parents, valid)
-    return mosaic_tpu.verify_head(weight, hidden, tree, drafts, positions, sampling, keys, top_k, PATH)
+    return mosaic_tpu.verify_head(
+        weight, hidden, tree, drafts, positions, sampling, keys, top_k, PATH, row_major=row_major
+    )
 
 
 def shapes(V, D, B, N, dtype, temperature):
