@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from jaxtyping import Array, Bool, Float, Int
 
 from jdlite.errors import ConfigError
-from pallas_kernels.backends import MOSAIC_TPU, REFERENCE, dispatch
-from pallas_kernels.tree_attention import mosaic_tpu, reference
+from pallas_kernels.backends import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, dispatch
+from pallas_kernels.tree_attention import mosaic_gpu, mosaic_tpu, reference
 
 __all__ = ["tree_attention"]
 
-_BACKENDS = {REFERENCE: reference.tree_attention, MOSAIC_TPU: mosaic_tpu.tree_attention}
+_BACKENDS = {
+    REFERENCE: reference.tree_attention,
+    MOSAIC_TPU: mosaic_tpu.tree_attention,
+    MOSAIC_GPU: mosaic_gpu.tree_attention,
+}
 
 
 def tree_attention(
@@ -41,7 +45,8 @@ def tree_attention(
         layer: which layer to read; may be traced.
         lengths: slots in use by each row; what lies past them may be anything.
         mask: `mask[b, i, j]` says that node i sees node j. Every node must see itself.
-        backend: `"reference"`, `"mosaic_tpu"`, several names to try in order, or None to go by the device.
+        backend: `"reference"`, `"mosaic_tpu"`, `"mosaic_gpu"`, several names to try in order, or None to go by the
+            device.
 
     Returns:
         `[B, N, H, h]` in the dtype of `q`.

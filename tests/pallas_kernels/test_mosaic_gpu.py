@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.commit_cache.api import commit_cache
 from pallas_kernels.commit_cache.mosaic_gpu import commit_cache as commit_on_gpu
+from pallas_kernels.tree_attention import mosaic_gpu as attention_on_gpu
+from pallas_kernels.tree_attention.api import tree_attention
 from tests.pallas_kernels import test_commit_cache as commit
+from tests.pallas_kernels import test_tree_attention as attention
 from tests.pallas_kernels.gpu_harness import compile_for_gpu, gpu_interpreter
 from tests.pallas_kernels.harness import copies_of
 
@@ -44,7 +48,7 @@ class TestCommitCache(commit.CommitCases):
     @pytest.mark.slow
     def test_compiles_in_place(self):
         for shape in ((36, 1, 8, 4096, 128, 40, 31), (36, 1, 8, 4096, 128, 8, 8), (28, 8, 8, 2048, 128, 8, 8)):
-            args = commit.shapes(*shape)
+            args: tuple = commit.shapes(*shape)
             for compiled in compile_and_check(f"commit_cache {shape}", commit_on_gpu, args, donate_argnums=(0, 1)):
                 assert not copies_of(compiled.as_text(), args[:2]), shape
                 assert compiled.memory_analysis().alias_size_in_bytes >= args[0].size * 4
@@ -69,6 +73,64 @@ class TestCommitCache(commit.CommitCases):
             commit_cache(*commit.make([0], [1], dtype=jnp.float16), backend="mosaic_gpu")
         with pytest.raises(NotImplementedError, match="units of 16 bytes and at most 256: got 6"):
             commit_cache(*commit.make([0], [1], h=6), backend="mosaic_gpu")
+
+
+@needs_new_jax
+class TestTreeAttention(attention.AttentionCases):
+    """With products from plain loads, so that the race detector sees all operands."""
+
+    def run(self, *args, **options):
+        with gpu_interpreter():
+            options = {"plain": ("scores", "values"), **options}
+            call = jax.jit(lambda *args: attention_on_gpu.tree_attention(*args, **options))
+            return jax.block_until_ready(call(*args))
+
+    def test_blocks_share_a_row(self):
+        # Three blocks for five tiles, two and none; float32 products are made by wgmma as on the device.
+        args = attention.make([300, 100, 0], N=3, G=1)
+        np.testing.assert_allclose(self.run(*args, splits=3, plain=()), attention.oracle(*args), atol=3e-6)
+
+    def test_two_warpgroups_and_two_blocks_of_queries(self):
+        # 192 query rows; the keys' product by wgmma. The last tile is cleared by one group for both.
+        args = attention.make([70], S=100, N=64, G=1, repeats=3, dtype=jnp.bfloat16)
+        out = self.run(*args, splits=1, plain=("values",))
+        np.testing.assert_allclose(np.asarray(out, np.float64), attention.oracle(*args), atol=0.02)
+
+    def test_bfloat16_queries_and_float32_cache(self):
+        args = list(attention.make([70], S=80, N=2, dtype=jnp.bfloat16))
+        args[3:5] = [jnp.asarray(cache, jnp.float32) for cache in args[3:5]]
+        np.testing.assert_allclose(np.asarray(self.run(*args), np.float64), attention.oracle(*args), atol=0.02)
+
+    @pytest.mark.slow
+    def test_compiles_without_spills_or_copies_of_the_cache(self):
+        for shape in HOPPER:
+            args = attention.shapes(*shape)
+            title = f"tree_attention {shape[:-1]} {jnp.dtype(shape[-1]).name}"
+            for compiled in compile_and_check(
+                title, attention_on_gpu.tree_attention, args, instructions=("wgmma.mma_async",)
+            ):
+                assert not copies_of(compiled.as_text(), args[3:5]), shape
+
+    def test_refusals(self):
+        for options, message in (
+            ({"N": 65}, "at most 64 nodes: got 65"),
+            ({"h": 48}, "64 or 128: got 48"),
+            ({"dtype": jnp.float16}, "got queries in float16"),
+        ):
+            args: tuple = attention.make([4], S=8, **options)
+            with pytest.raises(NotImplementedError, match=message):
+                tree_attention(*args, backend="mosaic_gpu")
+
+
+# L, B, H, G, S, h, N and dtype: Qwen3-0.6B (two warpgroups), 4B and 8B, a long row, a batch, float32, SmolLM2.
+HOPPER = (
+    (28, 1, 16, 8, 4096, 128, 64, jnp.bfloat16),
+    (36, 1, 32, 8, 4096, 128, 8, jnp.bfloat16),
+    (2, 1, 32, 8, 131_072, 128, 64, jnp.bfloat16),
+    (2, 32, 32, 8, 4096, 128, 8, jnp.bfloat16),
+    (2, 2, 16, 8, 1000, 128, 1, jnp.float32),
+    (30, 1, 9, 3, 4096, 64, 8, jnp.bfloat16),
+)
 
 
 def test_old_jax_is_refused(monkeypatch):
