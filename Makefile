@@ -10,11 +10,13 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 CREATED := $(VENV)/.created
 RUN := $(VENV)/.installed
 TEST := $(VENV)/.installed-test
-# The kernels are also tested on the newest JAX, which needs Python 3.12, and compiled for TPUs, which needs libtpu.
+# The kernels are also tested on the newest JAX, which needs Python 3.12, and compiled for TPUs, which needs libtpu, and
+# for Hopper, which needs JAX's CUDA plugin and ptxas (from nvidia-cuda-nvcc).
 PYTHON312 ?= python3.12
 KERNELS := $(VENV)/kernels
 KERNELS_READY := $(KERNELS)/.installed
-KERNELS_NEED := jax==0.12.0.1 jaxlib==0.12.0.1 libtpu==0.0.50.1 'flax>=0.12.9' jaxtyping numpy pytest hypothesis
+KERNELS_NEED := jax==0.12.0.1 jaxlib==0.12.0.1 libtpu==0.0.50.1 jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 \
+  nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37 'flax>=0.12.9' jaxtyping numpy pytest hypothesis
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -54,12 +56,12 @@ test-all: $(TEST)  ## all tests: slow ones and those on the real model too
 $(KERNELS_READY): Makefile | $(CREATED)
 	@$(PYTHON312) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
 	  echo "The kernels' tests need Python 3.12 or newer, but $(PYTHON312) is $$($(PYTHON312) --version 2>&1); name another one: make test-kernels PYTHON312=..." >&2; exit 1; }
-	@echo "Installing JAX 0.12 and libtpu into $(KERNELS)"
+	@echo "Installing JAX 0.12, libtpu, JAX's CUDA plugin and ptxas into $(KERNELS)"
 	@$(PYTHON312) -m venv --clear $(KERNELS)
 	@$(KERNELS)/bin/python -m pip install -qq --disable-pip-version-check $(KERNELS_NEED)
 	@touch $@
 
-test-kernels: $(KERNELS_READY)  ## the Pallas kernels on JAX 0.12, compiled for four kinds of TPU without one
+test-kernels: $(KERNELS_READY)  ## the Pallas kernels on JAX 0.12, compiled for four kinds of TPU and for Hopper without one
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 $(KERNELS)/bin/python -m pytest tests/pallas_kernels $(ARGS)
 
 lint: $(TEST)  ## ruff and pyright

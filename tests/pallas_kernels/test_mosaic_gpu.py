@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,8 +65,8 @@ class TestCommitCache(commit.CommitCases):
 
             return jax.lax.fori_loop(0, 5, body, (k_cache, v_cache, lengths))
 
-        args = commit.shapes(36, 1, 8, 4096, 128, 8, 8)
-        compiled, _ = compile_for_gpu(loop, "h100", *args, donate_argnums=(0, 1))
+        args: tuple = commit.shapes(36, 1, 8, 4096, 128, 8, 8)
+        compiled: Any = compile_for_gpu(loop, "h100", *args, donate_argnums=(0, 1))[0]
         assert not copies_of(compiled.as_text(), args[:2])
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
 
@@ -87,12 +89,12 @@ class TestTreeAttention(attention.AttentionCases):
 
     def test_blocks_share_a_row(self):
         # Three blocks for five tiles, two and none; float32 products are made by wgmma as on the device.
-        args = attention.make([300, 100, 0], N=3, G=1)
+        args: tuple = attention.make([300, 100, 0], N=3, G=1)
         np.testing.assert_allclose(self.run(*args, splits=3, plain=()), attention.oracle(*args), atol=3e-6)
 
     def test_two_warpgroups_and_two_blocks_of_queries(self):
         # 192 query rows; the keys' product by wgmma. The last tile is cleared by one group for both.
-        args = attention.make([70], S=100, N=64, G=1, repeats=3, dtype=jnp.bfloat16)
+        args: tuple = attention.make([70], S=100, N=64, G=1, repeats=3, dtype=jnp.bfloat16)
         out = self.run(*args, splits=1, plain=("values",))
         np.testing.assert_allclose(np.asarray(out, np.float64), attention.oracle(*args), atol=0.02)
 
@@ -112,11 +114,12 @@ class TestTreeAttention(attention.AttentionCases):
                 assert not copies_of(compiled.as_text(), args[3:5]), shape
 
     def test_refusals(self):
-        for options, message in (
+        refused: tuple[tuple[dict[str, Any], str], ...] = (
             ({"N": 65}, "at most 64 nodes: got 65"),
             ({"h": 48}, "64 or 128: got 48"),
             ({"dtype": jnp.float16}, "got queries in float16"),
-        ):
+        )
+        for options, message in refused:
             args: tuple = attention.make([4], S=8, **options)
             with pytest.raises(NotImplementedError, match=message):
                 tree_attention(*args, backend="mosaic_gpu")
