@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +19,14 @@ import numpy as np
 import jdlite
 from jdlite.drafters.adapld import AdaPLD, AdaPLDMemory
 from jdlite.drafters.base import Context, Observation
+from jdlite.timing import median_seconds, verify_forward
 
 CHUNK = 128
 
 
-def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median time of a call; the first one compiles and is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times[1:])
+def median_ms(call, repeats: int) -> float:
+    """Median milliseconds of a call."""
+    return 1e3 * median_seconds(call, repeats)
 
 
 def filled_memory(drafter: AdaPLD, text: np.ndarray, hidden_size: int, vocab_size: int) -> AdaPLDMemory:
@@ -112,13 +106,7 @@ def main() -> None:
 
     cache = dataclasses.replace(model.init_cache(1, S + N), lengths=jnp.full(1, S - 1, jnp.int32))
 
-    def forward(model, tokens, cache):
-        steps = jnp.arange(tokens.shape[1])
-        out = model(tokens, cache.lengths[:, None] + steps, (steps[:, None] >= steps)[None], cache)
-        return jnp.argmax(model.logits(out.hidden), axis=-1), out.k, out.v
-
-    run = jax.jit(forward)
-    verify = {n: median_ms(lambda n=n: run(model, jnp.ones((1, n), jnp.int32), cache), 3) for n in options.nodes}
+    verify = {n: median_ms(partial(verify_forward, model, cache, n), 3) for n in options.nodes}
     print(f"{S} committed tokens, {len(np.unique(text))} distinct; verify forwards in ms:")
     print("  " + ", ".join(f"{n} nodes {ms:.0f}" for n, ms in verify.items()))
     print("AdaPLD in ms (share of each of these forwards):")

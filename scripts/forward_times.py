@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
-import time
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 
 import jdlite
+from jdlite.timing import medians_in_turn, verify_forward
 
 
 def main() -> None:
@@ -27,26 +26,11 @@ def main() -> None:
     model = jdlite.load_target(options.target).model
     empty = model.init_cache(1, min(max(options.lengths) + max(options.nodes), model.config.max_position))
 
-    def forward(model, tokens, cache):
-        steps = jnp.arange(tokens.shape[1])
-        mask = (steps[:, None] >= steps)[None]
-        out = model(tokens, cache.lengths[:, None] + steps, mask, cache)
-        return jnp.argmax(model.logits(out.hidden), axis=-1), out.k, out.v
-
-    compiled = {}
-    for n in options.nodes:
-        tokens = jnp.ones((1, n), jnp.int32)
-        compiled[n] = (jax.jit(forward).lower(model, tokens, empty).compile(), tokens)
     print("cached", *(f"{n:>8} nodes" for n in options.nodes))
     for length in options.lengths:
         cache = dataclasses.replace(empty, lengths=jnp.asarray([length], jnp.int32))
-        times: dict[int, list[float]] = {n: [] for n in options.nodes}
-        for _ in range(options.repeats + 1):
-            for n, (program, tokens) in compiled.items():
-                begin = time.perf_counter()
-                jax.block_until_ready(program(model, tokens, cache))
-                times[n].append((time.perf_counter() - begin) * 1e3)
-        medians = [statistics.median(times[n][1:]) for n in options.nodes]
+        calls = {n: partial(verify_forward, model, cache, n) for n in options.nodes}
+        medians = [1e3 * seconds for seconds in medians_in_turn(calls, options.repeats).values()]
         print(f"{length:>6}", *(f"{ms:>7.1f} ({ms / medians[0]:.2f})" for ms in medians))
 
 

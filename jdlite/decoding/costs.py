@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from jdlite.decoding.policy import NODE_COUNTS, Costs
 from jdlite.files import atomic_file
 from jdlite.models.decoder import Decoder
+from jdlite.timing import medians_in_turn, verify_forward
 
 
 def measure_costs(
@@ -47,29 +47,15 @@ def measure_costs(
     Returns:
         Costs relative to the first of `counts` at length 0.
     """
-
-    @partial(jax.jit, static_argnames="n")
-    def forward(model, cache, n):
-        tokens = jnp.zeros((batch, n), jnp.int32)
-        steps = jnp.arange(n)
-        mask = jnp.broadcast_to(steps[:, None] >= steps, (batch, n, n))
-        out = model(tokens, cache.lengths[:, None] + steps, mask, cache)
-        return jnp.argmax(model.logits(out.hidden), axis=-1), out.k, out.v
-
     capacity = min(capacity, model.config.max_position)
     lengths = (min(16, capacity // 2), capacity - counts[-1] if capacity > 2 * counts[-1] else capacity)
     empty = model.init_cache(batch, capacity, cache_dtype)
-    times = np.zeros((len(lengths), len(counts), repeats))
-    for repeat in range(-1, repeats):  # the first pass compiles
-        for i, length in enumerate(lengths):
-            cache = dataclasses.replace(empty, lengths=jnp.full(batch, length, jnp.int32))
-            for j, n in enumerate(counts):
-                progress(f"forwards of {n} nodes, {length} tokens cached")
-                begin = time.perf_counter()
-                jax.block_until_ready(forward(model, cache, n))
-                if repeat >= 0:
-                    times[i, j, repeat] = time.perf_counter() - begin
-    short, long = np.median(times, axis=2)
+    caches = [dataclasses.replace(empty, lengths=jnp.full(batch, length, jnp.int32)) for length in lengths]
+    calls = {(i, n): partial(verify_forward, model, cache, n) for i, cache in enumerate(caches) for n in counts}
+    seconds = medians_in_turn(
+        calls, repeats, lambda name: progress(f"forwards of {name[1]} nodes, {lengths[name[0]]} tokens cached")
+    )
+    short, long = (np.array([seconds[i, n] for n in counts]) for i in (0, 1))
     slope = np.maximum(long - short, 0) / (lengths[1] - lengths[0])
     # On a noisy machine the line may even fall below zero at length 0.
     fixed = np.maximum(short - slope * lengths[0], short / 2)

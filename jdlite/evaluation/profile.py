@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -13,6 +10,7 @@ import jax.numpy as jnp
 from jdlite.decoding.state import Request
 from jdlite.drafters.base import Observation
 from jdlite.evaluation.broadcast import SharedSession
+from jdlite.timing import median_seconds, verify_forward
 
 
 @jax.jit
@@ -26,25 +24,6 @@ def _propose(drafter, memory, context):
 @partial(jax.jit, donate_argnames="memory")
 def _observe(drafter, memory, context, observation):
     return drafter.observe(memory, context, observation)
-
-
-@partial(jax.jit, static_argnames="n")
-def _forward(model, cache, n: int):
-    batch = cache.lengths.shape[0]
-    steps = jnp.arange(n)
-    mask = jnp.broadcast_to(steps[:, None] >= steps, (batch, n, n))
-    out = model(jnp.zeros((batch, n), jnp.int32), cache.lengths[:, None] + steps, mask, cache)
-    return jnp.argmax(model.logits(out.hidden), axis=-1), out.k, out.v
-
-
-def _median_seconds(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for repeat in range(-1, repeats):  # the first call compiles
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        if repeat >= 0:
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def drafting_seconds(
@@ -76,16 +55,16 @@ def drafting_seconds(
         next_tokens=jnp.broadcast_to(context.anchor[:, None], (B, P)),
     )
     memory = session.lend(name).memory
-    seconds = {"propose": _median_seconds(lambda: _propose(drafter, memory, context), repeats)}
+    seconds = {"propose": median_seconds(lambda: _propose(drafter, memory, context), repeats)}
 
     def observe():
         nonlocal memory
         memory = _observe(drafter, memory, context, observation)
         return memory
 
-    return seconds | {"observe": _median_seconds(observe, repeats)}
+    return seconds | {"observe": median_seconds(observe, repeats)}
 
 
 def forward_seconds(session: SharedSession, counts: tuple[int, ...], *, repeats: int = 3) -> dict[int, float]:
     """Seconds of a verify forward of each number of nodes at the session's present history, LM head included."""
-    return {n: _median_seconds(lambda n=n: _forward(session.model, session.cache, n), repeats) for n in counts}
+    return {n: median_seconds(lambda n=n: verify_forward(session.model, session.cache, n), repeats) for n in counts}

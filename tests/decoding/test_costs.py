@@ -100,7 +100,7 @@ def test_a_noisy_clock_gives_usable_costs(monkeypatch):
     rng = np.random.default_rng(0)
     for scale in (1e-3, 10.0):
         now = iter(np.cumsum(scale * rng.random(1000) ** 8))
-        monkeypatch.setattr("jdlite.decoding.costs.time.perf_counter", lambda now=now: next(now))
+        monkeypatch.setattr("jdlite.timing.time.perf_counter", lambda now=now: next(now))
         costs = measure_costs(tiny_model(), (1, 3), capacity=24, repeats=2)
         fixed, slope = np.asarray(costs.fixed), np.asarray(costs.per_token)
         assert fixed[0] == 1
