@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jdlite.errors import ConfigError
-from pallas_kernels.backends import MOSAIC_TPU, REFERENCE, candidates, dispatch
-from pallas_kernels.low_rank_head import mosaic_tpu, reference
+from pallas_kernels.backends import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, candidates, dispatch
+from pallas_kernels.low_rank_head import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.low_rank_head.mosaic_tpu import PackedHead
 from pallas_kernels.low_rank_head.types import Drafts, HeadWeights, quantise
 
@@ -22,7 +22,11 @@ def _reference(weights, *args):
     return reference.low_rank_head(weights, *args)
 
 
-_BACKENDS = {REFERENCE: _reference, MOSAIC_TPU: mosaic_tpu.low_rank_head}
+_BACKENDS = {
+    REFERENCE: _reference,
+    MOSAIC_TPU: mosaic_tpu.low_rank_head,
+    MOSAIC_GPU: mosaic_gpu.low_rank_head,
+}
 
 
 def prepare(weights: HeadWeights, backend: str | Sequence[str] | None = None) -> HeadWeights | PackedHead:
@@ -74,7 +78,8 @@ def low_rank_head(
         state: s_0, float32; zero, or primed.
         keys: typed threefry keys, one per draw: `noise_key(row key, absolute position, DRAFT)`. None takes the argmax.
         temperature: of each row; rows with 0 take the argmax. None means 1 with keys and 0 without.
-        backend: `"reference"`, `"mosaic_tpu"`, several names to try in order, or None to go by the device.
+        backend: `"reference"`, `"mosaic_tpu"`, `"mosaic_gpu"`, several names to try in order, or None to go by the
+            device.
 
     Returns:
         Tokens, their log-probabilities and u. A row whose logits hold a NaN gets a NaN log-probability and some token.

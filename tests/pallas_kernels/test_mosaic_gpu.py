@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,9 +12,13 @@ import pytest
 
 from pallas_kernels.commit_cache.api import commit_cache
 from pallas_kernels.commit_cache.mosaic_gpu import commit_cache as commit_on_gpu
+from pallas_kernels.low_rank_head import mosaic_gpu as head_on_gpu
+from pallas_kernels.low_rank_head.api import HeadWeights, low_rank_head, prepare
+from pallas_kernels.noise import gumbel_from_bits
 from pallas_kernels.tree_attention import mosaic_gpu as attention_on_gpu
 from pallas_kernels.tree_attention.api import tree_attention
 from tests.pallas_kernels import test_commit_cache as commit
+from tests.pallas_kernels import test_low_rank_head as head
 from tests.pallas_kernels import test_tree_attention as attention
 from tests.pallas_kernels.gpu_harness import compile_for_gpu, gpu_interpreter
 from tests.pallas_kernels.harness import copies_of
@@ -134,6 +139,89 @@ HOPPER = (
     (2, 2, 16, 8, 1000, 128, 1, jnp.float32),
     (30, 1, 9, 3, 4096, 64, 8, jnp.bfloat16),
 )
+
+
+def test_noise_without_log1p():
+    bits = jnp.asarray(np.random.default_rng(0).integers(-(2**31), 2**31, 10_000), jnp.int32)
+    bits = jnp.concatenate([jnp.array([0, 1, -1, -2, 2**31 - 1, -(2**31)], jnp.int32), jnp.arange(300), bits])
+    np.testing.assert_allclose(head_on_gpu._gumbel(bits), gumbel_from_bits(bits), rtol=1e-6, atol=5e-7)
+
+
+@needs_new_jax
+class TestLowRankHead:
+    def check(self, args, options, **more):
+        with gpu_interpreter():
+            call = jax.jit(lambda *args: head_on_gpu.low_rank_head(*args, **options, **more))
+            out = jax.block_until_ready(call(*args))
+        expected = low_rank_head(*args, **options, backend="reference")
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+        np.testing.assert_array_equal(out.u.astype(jnp.float32), expected.u.astype(jnp.float32))
+        np.testing.assert_allclose(out.log_q, expected.log_q, atol=2e-4)
+        return out
+
+    def test_argmax_of_shares_of_which_one_is_empty(self):
+        # 5 tiles of 64 by four blocks: two, two, one, none; the last tile is cut.
+        args = head.make(V=300, R=64, B=2, K=2, dtype=jnp.bfloat16)
+        self.check(args, {}, blocks=4, plain=True)
+
+    def test_draws_at_several_temperatures(self):
+        args = head.make(V=4000, R=64, B=3, K=2, dtype=jnp.bfloat16)
+        options = {"keys": head.draw_keys(3, 2), "temperature": jnp.array([0.0, 0.7, 1.5])}
+        self.check(args, options, blocks=3)
+
+    def test_more_rows_than_a_block_takes(self):
+        args = head.make(V=200, R=128, B=40, K=1, dtype=jnp.bfloat16)
+        options = {"keys": head.draw_keys(40, 1), "temperature": jnp.ones(40)}
+        self.check(args, options, blocks=2, plain=True)
+
+    def test_a_tie_goes_to_the_lowest_id_and_nan_is_told(self):
+        weights, *rest = head.make(V=300, R=64, B=1, K=1, dtype=jnp.bfloat16)
+        tied = dataclasses.replace(weights, output=jnp.zeros_like(weights.output))
+        assert self.check((tied, *rest), {}, blocks=2).tokens[0, 0] == 0
+        broken = dataclasses.replace(weights, output=weights.output.at[70].set(jnp.nan))
+        assert np.isnan(self.check((broken, *rest), {}, blocks=2).log_q).all()
+
+    @pytest.mark.slow
+    def test_compiles_without_spills_or_copies_of_a_weight(self):
+        for V, D, rows, sampled in HEADS:
+            args: tuple = head_shapes(V, 320, D, rows, sampled)
+            title = f"low_rank_head V={V} D={D} {rows} rows {'drawn' if sampled else 'argmax'}"
+            for compiled in compile_and_check(
+                title, head_on_gpu.low_rank_head, args, instructions=("wgmma.mma_async",)
+            ):
+                assert not copies_of(compiled.as_text(), args[0]), title
+
+    def test_refusals(self):
+        for options, message in (
+            ({"dtype": jnp.float32}, "got weights in float32"),
+            ({"R": 24, "dtype": jnp.bfloat16}, "multiple of 64 and at most 1024: got 24"),
+            ({"R": 64, "B": 65, "K": 1, "dtype": jnp.bfloat16}, "at most 64 rows: got 65"),
+        ):
+            weights, *rest = head.make(**options)
+            with pytest.raises(NotImplementedError, match=message):
+                low_rank_head(weights, *rest, backend="mosaic_gpu")
+        weights, *rest = head.make(R=64, dtype=jnp.bfloat16)
+        assert prepare(weights, "mosaic_gpu") is weights
+        with pytest.raises(NotImplementedError, match="packed for a TPU"):
+            low_rank_head(prepare(weights, "mosaic_tpu"), *rest, backend="mosaic_gpu")
+
+
+# V, D, rows and whether they are drawn: Qwen3-0.6B, 4B and 8B.
+HEADS = ((151_936, 1024, 1, False), (151_936, 2560, 8, True), (151_936, 4096, 64, True))
+
+
+def head_shapes(V, R, D, B, sampled, K=7):
+    """Arguments of the kernel as shapes, in bfloat16."""
+    of = jax.ShapeDtypeStruct
+    sizes = ((V, R), (2 * R, 2 * R), (2 * R,), (R, R + D), (R,), (V, R))
+    tables: Any = [of(size, jnp.bfloat16) for size in sizes]
+    args = (
+        HeadWeights(*tables),
+        of((B, K, D), jnp.bfloat16),
+        of((B,), jnp.int32),
+        of((B, R), jnp.float32),
+    )
+    return (*args, jax.eval_shape(lambda: head.draw_keys(B, K)), of((B,), jnp.float32)) if sampled else args
 
 
 def test_old_jax_is_refused(monkeypatch):
