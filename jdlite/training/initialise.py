@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -57,20 +57,23 @@ def random_params(config: DLiteConfig, seed: int) -> Params:
     return draw()
 
 
-def target_params(config: DLiteConfig, target: Decoder, seed: int) -> Params:
+def target_params(config: DLiteConfig, target: Decoder, seed: int, moment: np.ndarray | None = None) -> Params:
     """Float32 weights from the target, and random ones where it has no counterpart.
 
     - The drafter's layers are the target's last ones, its final norm is the target's. States of the target enter the
       drafter's attention through `context_norm` where the target's layer has its own norm before attention, so that one
       starts as the mean of theirs.
-    - With the LM head = U S V^T, the rank-R head starts as its best approximation: W_o = U S^(1/2), and the part of W_u
-      for the backbone state is S^(1/2) V^T. E has the directions of U S, with entries of order one.
+    - The rank-R head starts as the best approximation of the LM head W on the target's own states, in the least squares
+      of their logits: with C = E[x x^T] of final-normed states x and W C^(1/2) = U S V^T, W_o = U S^(1/2), and the part
+      of W_u for the backbone state is S^(1/2) V^T C^(-1/2). E has the directions of U S, with entries of order one.
+      The states matter: they may lie mostly across the leading singular directions of W alone.
     - Fused history states start as the mean of the layers.
 
     Args:
         config: must have the dimensions of the target's layers.
         target: any decoder of this library.
         seed: for what stays random.
+        moment: C, `[D, D]` (`second_moment`); None takes all directions as equally likely.
 
     Raises:
         ConfigError: the layers differ in shape, or the target has fewer.
@@ -107,22 +110,41 @@ def target_params(config: DLiteConfig, target: Decoder, seed: int) -> Params:
         params["feature_fuse"]["weight"] = jnp.tile(jnp.eye(D), (1, M)) / M
 
     head = np.asarray(lm_head(target), np.float32)
+    spread, inverse = _roots(np.eye(D) if moment is None else moment)
+    weighted = head @ spread.astype(np.float32)
     # Right singular vectors from the small D x D matrix.
-    values, vectors = np.linalg.eigh(head.T.astype(np.float64) @ head.astype(np.float64))
+    values, vectors = np.linalg.eigh(weighted.T.astype(np.float64) @ weighted.astype(np.float64))
     keep = min(R, D)
     values, vectors = values[::-1][:keep], vectors[:, ::-1][:, :keep]
     root = np.maximum(values, 1e-12) ** 0.25  # square root of a singular value
-    projected = head @ vectors.astype(np.float32)
+    projected = weighted @ vectors.astype(np.float32)
     own = params["head"]
     scale = float(np.sqrt(np.mean(projected**2))) or 1.0
     own["prev_embedding"] = own["prev_embedding"].at[:, :keep].set(projected / scale)
     if config.head_output == "low_rank":
         own["output"]["weight"] = jnp.zeros((config.vocab_size, R)).at[:, :keep].set(projected / root)
-        own["mix"]["weight"] = own["mix"]["weight"].at[:keep, R:].set((vectors * root).T)
+        own["mix"]["weight"] = own["mix"]["weight"].at[:keep, R:].set((inverse @ vectors * root).T)
     else:
         own["mix"]["weight"] = own["mix"]["weight"].at[:, R:].set(jnp.eye(D))
     # Copies: a training step gives its buffers up, and the target must keep its own.
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+
+
+def second_moment(states: Iterable[np.ndarray]) -> np.ndarray:
+    """C = E[x x^T] over states `[n, D]` of any number of examples, float64 `[D, D]`."""
+    total, count = 0.0, 0
+    for x in states:
+        x = np.asarray(x, np.float64)
+        total, count = total + x.T @ x, count + len(x)
+    return np.asarray(total) / max(count, 1)
+
+
+def _roots(moment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """C^(1/2) and C^(-1/2), with a floor for directions that the states never took."""
+    D = moment.shape[0]
+    values, vectors = np.linalg.eigh(moment + 1e-4 * np.trace(moment) / D * np.eye(D))
+    root = np.sqrt(np.maximum(values, 1e-30))
+    return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
 
 
 def _copy(ours: Params, theirs: Mapping[Any, Any]) -> None:

@@ -19,8 +19,9 @@ from jdlite.training.config import TrainConfig
 from jdlite.training.data import Dataset, held_out_prompts, make_dataset
 from jdlite.training.evaluate import decoded_tau, held_out_figures
 from jdlite.training.feature_store import ensure_features
+from jdlite.training.features import target_states
 from jdlite.training.identity import differences, tokenizer_hash
-from jdlite.training.initialise import Params, Template, random_params, target_params
+from jdlite.training.initialise import Params, Template, random_params, second_moment, target_params
 from jdlite.training.metrics import TIME, Interval, Writers
 from jdlite.training.placement import Placement
 from jdlite.training.run_checkpoint import RunCheckpoints, RunState, quiet_orbax
@@ -32,6 +33,8 @@ PHASES: tuple[Phase, ...] = ("teacher", "student", "single")
 CHECKPOINTS, BEST = "checkpoints", "best"
 # A step number that no run reaches: anchors of held-out rows are always the same.
 _HELD_OUT = 2**31 - 1
+# States that the low-rank head's start is fitted to.
+_MOMENT_STATES = 4096
 
 
 class TrainingError(JdliteError):
@@ -202,13 +205,38 @@ class PhaseRun:
                 )
             params = params_tree(network)
         elif config.initialise == "target":
-            params = target_params(self.dlite, target, config.seed)
+            params = target_params(self.dlite, target, config.seed, self._moment())
         else:
             params = random_params(self.dlite, config.seed)
         if self._teacher is not None:
             # The warm-up starts from the teacher's head, and does not move it.
             params["head"] = jax.tree.map(lambda x: jnp.array(x, copy=True), self._teacher["head"])
         return params
+
+    def _moment(self) -> np.ndarray | None:
+        """Second moment of the target's states on the first supervised positions of the data; None on resumption, where
+        the parameters only lend their shapes."""
+        if self.checkpoints.steps():
+            return None
+        batches = iter(self.dataset)
+        layers = (self.target.config.num_layers - 1,)
+        forward = jax.jit(lambda model, batch: target_states(model, batch, layers).hidden)
+
+        def states():
+            found = 0
+            for batch in batches:
+                for number in range(len(batch["tokens"]) // self.config.batch.micro):
+                    part = {name: x[number] for name, x in self._place.rows(batch).items()}
+                    hidden = part["states"][..., -1, :] if "states" in part else forward(self.target.model, part)
+                    yield np.asarray(hidden, np.float32)[np.asarray(part["loss_mask"])]
+                    found += int(part["loss_mask"].sum())
+                if found >= _MOMENT_STATES:
+                    return
+
+        try:
+            return second_moment(states())
+        finally:
+            batches.close()
 
     def _accept(self, info: Mapping[str, Any]) -> None:
         """Refuse to go on with another configuration, target or data."""

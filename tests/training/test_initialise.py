@@ -9,7 +9,7 @@ from jdlite.errors import ConfigError
 from jdlite.models.config import DecoderConfig
 from jdlite.models.decoder import Decoder
 from jdlite.models.dlite_config import DLiteConfig
-from jdlite.training.initialise import Template, lm_head, random_params, target_params
+from jdlite.training.initialise import Template, lm_head, random_params, second_moment, target_params
 from tests.models.dlite_models import random_model
 
 
@@ -45,6 +45,29 @@ def test_the_head_starts_as_the_best_approximation_of_the_lm_head():
     np.testing.assert_allclose(ours, best, atol=1e-4)
     embedding = np.asarray(params["head"]["prev_embedding"])
     assert np.sqrt(np.mean(embedding**2)) == pytest.approx(1, rel=1e-3)
+
+
+def test_the_head_starts_as_the_best_approximation_on_the_targets_states():
+    """Against the truncated SVD of the logits themselves (Eckart and Young)."""
+    d, target = pair()
+    rng = np.random.default_rng(0)
+    head = np.asarray(lm_head(target), np.float64)
+    _, _, vt = np.linalg.svd(head)
+    D = d.hidden_size
+    states = rng.normal(size=(500, D)) * np.linspace(0.02, 1, D) @ vt + vt[-1]
+    moment = second_moment([states[:100], states[100:]])
+    np.testing.assert_allclose(moment, states.T @ states / 500)
+    logits = states @ head.T
+    u, s, wt = np.linalg.svd(logits, full_matrices=False)
+    least = np.linalg.norm(logits - (u[:, : d.rank] * s[: d.rank]) @ wt[: d.rank])
+
+    def error(moment):
+        own = target_params(d, target, 0, moment)["head"]
+        mix = np.asarray(own["mix"]["weight"])[:, d.rank :]
+        return np.linalg.norm(logits - states @ (np.asarray(own["output"]["weight"]) @ mix).T)
+
+    assert error(moment) == pytest.approx(least, rel=0.02)
+    assert error(None) > 1.1 * least
 
 
 @pytest.mark.parametrize(

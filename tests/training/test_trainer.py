@@ -13,6 +13,8 @@ import pytest
 
 from jdlite.checkpoints.dlite_orbax import load_dlite_orbax
 from jdlite.errors import CheckpointError, ConfigError
+from jdlite.training import trainer
+from jdlite.training.initialise import random_params
 from jdlite.training.metrics import TIME, read_lines
 from jdlite.training.trainer import PhaseRun, Report, TrainingError
 from tests.training.tiny_run import config, store, target
@@ -244,3 +246,30 @@ def test_no_space_left(tmp_path, first):
     assert done.returncode != 0
     assert "CheckpointError: cannot write" in done.stderr
     assert "free some space and run the same command again" in done.stderr
+
+
+@pytest.mark.parametrize("source", ["online", "disk"])
+def test_the_start_from_the_target_is_fitted_to_its_states(tmp_path, source, monkeypatch):
+    """The moment is that of supervised positions, whether states come from a forward or from disk."""
+    store(tmp_path)
+    given = []
+    monkeypatch.setattr(
+        trainer, "target_params", lambda d, model, seed, moment: given.append(moment) or random_params(d, 0)
+    )
+    options = ("initialise=target", "drafter.qk_norm=true", f"features.source={source}", "features.dtype=float32")
+    run = PhaseRun(config(tmp_path, *options), target(), "single")
+    model, total, count = target().model, 0.0, 0
+    examples = list(run.dataset.records)
+    for i in run.dataset._rows._chosen:
+        example = examples[int(i)]
+        T = example.tokens.size
+        out = model(example.tokens[None], np.arange(T)[None], np.tril(np.ones((1, T, T), bool)), model.init_cache(1, 0))
+        x = np.asarray(out.hidden[0], np.float64)[example.loss_mask]
+        total, count = total + x.T @ x, count + len(x)
+    run.run()
+    run.close()
+    # The epochs go round until there are enough states, so examples may count unequally often by one epoch of many.
+    np.testing.assert_allclose(given[0], total / count, atol=0.02 * np.abs(total / count).max())
+    again = PhaseRun(config(tmp_path, *options), target(), "single")
+    again.close()
+    assert given[1] is None
