@@ -292,7 +292,7 @@ def tree_attention(
 
             def nodes(_, state):
                 load = functools.partial(plgpu.load, layout=of_row, optimized=False)
-                low, high = (load(words.at[row, i, pl.ds(first, ROWS)]) for i in range(2))  # pyright: ignore[reportCallIssue]  -- JAX 0.10 had another signature
+                low, high = (load(words.at[row, i, pl.ds(first, ROWS)]) for i in range(2))  # pyright: ignore[reportCallIssue]
                 column = at(1, SLOTS)
                 word = jnp.where(column < 32, spread(low, SLOTS), spread(high, SLOTS))
                 seen = (jax.lax.shift_right_logical(word, column & 31) & 1) != 0
