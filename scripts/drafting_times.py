@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -49,16 +50,18 @@ def filled_memory(drafter: AdaPLD, text: np.ndarray, hidden_size: int, vocab_siz
     )
 
 
-def main() -> None:
-    """Print milliseconds, medians of `--repeats`, and the share of a verify forward."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Hugging Face folder, hub id or .gguf file")
-    parser.add_argument("--length", type=int, default=32768, help="committed tokens, a multiple of 128")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 39], help="nodes of the verify forwards")
-    parser.add_argument("--repeats", type=int, default=9, help="timings of each")
-    options = parser.parse_args()
-    model = jdlite.load_target(options.target).model
-    S, D, V = options.length, model.config.hidden_size, model.config.vocab_size
+def adapld_milliseconds(
+    model: jdlite.Decoder, length: int, nodes: Sequence[int], repeats: int
+) -> tuple[dict[str, float], dict[int, float]]:
+    """Milliseconds of AdaPLD's `propose` for anchors of different kinds and of its `observe`, and of verify forwards.
+
+    Args:
+        model: the target.
+        length: committed tokens, a multiple of 128.
+        nodes: of the forwards.
+        repeats: timings of each.
+    """
+    S, D, V = length, model.config.hidden_size, model.config.vocab_size
     rng = np.random.default_rng(0)
     text = (rng.zipf(1.2, S) % (V - 2)).astype(np.int32)
     drafter = AdaPLD()
@@ -80,7 +83,7 @@ def main() -> None:
 
     propose = jax.jit(drafter.propose)
     shown = {what: context(anchor) for what, anchor in anchors.items()}
-    times = {what: median_ms(lambda c=c: propose(memory, c), options.repeats) for what, c in shown.items()}
+    times = {what: median_ms(lambda c=c: propose(memory, c), repeats) for what, c in shown.items()}
 
     N, P = drafter.max_nodes, drafter.max_depth + 1
     seen = Observation(
@@ -102,12 +105,25 @@ def main() -> None:
         state = step(state, here, seen)
         return state
 
-    times["observe"] = median_ms(observe, options.repeats)
+    times["observe"] = median_ms(observe, repeats)
 
     cache = dataclasses.replace(model.init_cache(1, S + N), lengths=jnp.full(1, S - 1, jnp.int32))
 
-    verify = {n: median_ms(partial(verify_forward, model, cache, n), 3) for n in options.nodes}
-    print(f"{S} committed tokens, {len(np.unique(text))} distinct; verify forwards in ms:")
+    verify = {n: median_ms(partial(verify_forward, model, cache, n), 3) for n in nodes}
+    return times, verify
+
+
+def main() -> None:
+    """Print milliseconds, medians of `--repeats`, and the share of a verify forward."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Hugging Face folder, hub id or .gguf file")
+    parser.add_argument("--length", type=int, default=32768, help="committed tokens, a multiple of 128")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 39], help="nodes of the verify forwards")
+    parser.add_argument("--repeats", type=int, default=9, help="timings of each")
+    options = parser.parse_args()
+    model = jdlite.load_target(options.target).model
+    times, verify = adapld_milliseconds(model, options.length, options.nodes, options.repeats)
+    print(f"{options.length} committed tokens; verify forwards in ms:")
     print("  " + ", ".join(f"{n} nodes {ms:.0f}" for n, ms in verify.items()))
     print("AdaPLD in ms (share of each of these forwards):")
     for what, ms in times.items():
