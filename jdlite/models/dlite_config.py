@@ -280,7 +280,7 @@ class DLiteConfig:
 
     @classmethod
     def smollm2_135m(cls, **overrides) -> DLiteConfig:
-        """A drafter of SmolLM2-135M-Instruct with three layers: 34 MB in bfloat16."""
+        """A drafter of SmolLM2-135M-Instruct with two layers: 38 MB in bfloat16."""
         return cls.from_dict({"preset": "smollm2_135m", **overrides})
 
     @classmethod
@@ -335,9 +335,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_target_layers": 30,
         # An unused special token of its vocabulary.
         "mask_token_id": 16,
-        "num_layers": 3,
+        "num_layers": 2,
         "num_taps": 8,
-        "rank": 64,
+        # The best approximation of the LM head by rank 64 has its most likely token 36 times in 100, rank 120 51 times.
+        "rank": 120,
     },
     "tiny": {
         "vocab_size": 97,
