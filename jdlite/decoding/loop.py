@@ -196,11 +196,6 @@ def _verify(
     )
 
 
-def _along_path(new: jax.Array, path: Int[Array, "B P"]) -> jax.Array:
-    """`[L, B, G, N, h]` and nodes of each row to `[L, B, G, P, h]`."""
-    return jax.vmap(lambda rows, nodes: jnp.take(rows, nodes, axis=2), in_axes=(1, 0), out_axes=1)(new, path)
-
-
 def decode_round(
     model: Decoder, drafter: Drafter, state: DecodeState, request: Request, progress: Progress
 ) -> tuple[DecodeState, Progress]:
@@ -254,7 +249,7 @@ def decode_round(
         reason = jnp.where(failed, int(Finish.ERROR), reason)
 
         old_lengths = state.lengths
-        cache = state.cache.append(_along_path(out.k, taken.path), _along_path(out.v, taken.path), kept)
+        cache = state.cache.commit(out.k, out.v, taken.path, kept)
         new = dataclasses.replace(state, cache=cache).append(taken.emitted, kept)
 
     with jax.named_scope("observe"):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.backends import with_kernel
+
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, count: jax.Array, *, row: int, slot: int):
     """Write `rows[b, :count[b]]` into `buffer` at slots `start[b] ...` of each row b, touching nothing else.
@@ -47,6 +49,21 @@ def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, count: jax.
     return jax.lax.fori_loop(0, buffer.shape[row], write_one, buffer)
 
 
+def _write_paths(k_cache, v_cache, k_new, v_new, path, lengths, count) -> tuple[jax.Array, jax.Array]:
+    """Write nodes `path[b, :count[b]]` of `[L, B, G, N, h]` behind each row's length."""
+    along = jax.vmap(lambda rows, nodes: jnp.take(rows, nodes, axis=2), in_axes=(1, 0), out_axes=1)
+    k, v = along(k_new, path), along(v_new, path)
+    write = lambda buffer, rows: write_rows(buffer, rows, lengths, count, row=1, slot=3)  # noqa: E731
+    return write(k_cache, k), write(v_cache, v)
+
+
+def _commit_cache(*args, backend):
+    # Imported where it is used: Pallas takes long to import, and many never need it.
+    from pallas_kernels.commit_cache.api import commit_cache
+
+    return commit_cache(*args, backend=backend)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
@@ -77,6 +94,20 @@ class KVCache:
         """Commit the first `count[b]` of P new keys and values `[L, B, G, P, h]` to each row."""
         write = lambda buffer, rows: write_rows(buffer, rows, self.lengths, count, row=1, slot=3)  # noqa: E731
         return KVCache(write(self.k, k), write(self.v, v), self.lengths + count)
+
+    def commit(self, k: jax.Array, v: jax.Array, path: Int[Array, "B P"], count: jax.Array) -> KVCache:
+        """Commit the keys and values of nodes `path[b, :count[b]]` to each row.
+
+        Where the device has a kernel that serves, it runs (docs/kernels.md).
+
+        Args:
+            k: keys of the N nodes of one forward, `[L, B, G, N, h]`; in the cache's dtype, or rounded to it.
+            v: their values.
+            path: int32 numbers of nodes, in the order in which they are to stand; P at most the capacity.
+            count: `[B]` int32, 0 to P; `lengths + count` must not exceed the capacity.
+        """
+        k, v = with_kernel(_write_paths, _commit_cache, self.k, self.v, k, v, path, self.lengths, count)
+        return KVCache(k, v, self.lengths + count)
 
     def rollback(self, lengths: jax.Array) -> KVCache:
         """Forget everything from `lengths[b]` on; a length past the row's own is ignored."""

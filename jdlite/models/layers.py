@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jdlite.models.config import RopeConfig
+from pallas_kernels.backends import with_kernel
 
 # XLA's CPU backend packs the whole weight on every call of `x @ W.T`; up to this many rows the transposed product with
 # barriers is faster (docs/measurements.md, "Small-row products").
@@ -133,8 +134,8 @@ def cached_attention(
 ) -> Float[Array, "B N H h"]:
     """Attention of N new nodes over each row's cached slots and over the new nodes that `mask` lets them see.
 
-    The cache is swept in blocks with a running maximum and sum (online softmax, Milakov and Gimelshein 2018), only as
-    far as the longest row reaches, so the cost follows the committed length and not the capacity.
+    Where the device has a kernel that serves, it runs (docs/kernels.md); else `swept_attention` does. The cost follows
+    the committed length and not the capacity.
 
     Args:
         q, k_new, v_new: projections of the new nodes, rotary embedding applied.
@@ -145,6 +146,31 @@ def cached_attention(
 
     Returns:
         `[B, N, H, h]` in the dtype of `q`.
+    """
+    return with_kernel(swept_attention, _tree_attention, q, k_new, v_new, k_cache, v_cache, layer, lengths, mask)
+
+
+def _tree_attention(*args, backend):
+    # Imported where it is used: Pallas takes long to import, and many never need it.
+    from pallas_kernels.tree_attention.api import tree_attention
+
+    return tree_attention(*args, backend=backend)
+
+
+def swept_attention(
+    q: Float[Array, "B N H h"],
+    k_new: Float[Array, "B N G h"],
+    v_new: Float[Array, "B N G h"],
+    k_cache: Float[Array, "L B G S h"],
+    v_cache: Float[Array, "L B G S h"],
+    layer: int | Int[Array, ""],
+    lengths: Int[Array, " B"],
+    mask: Bool[Array, "B N N"],
+) -> Float[Array, "B N H h"]:
+    """`cached_attention` without kernels.
+
+    The cache is swept in blocks with a running maximum and sum (online softmax, Milakov and Gimelshein 2018), only as
+    far as the longest row reaches.
     """
     B, N, H, h = q.shape
     G, S = k_cache.shape[2], k_cache.shape[3]
