@@ -19,6 +19,9 @@ PREFERRED = {
     "gpu": (MOSAIC_GPU, REFERENCE),
     "cuda": (MOSAIC_GPU, REFERENCE),
 }
+# Platforms on which the decoder takes them without being asked: those on whose devices `scripts/gpu_bench.py` has found
+# them right. There is none yet, and a wrong kernel would change the text.
+PROVEN: tuple[str, ...] = ()
 # What `jax.lax.platform_dependent` calls the platforms above.
 _LOWERED_AS = {"tpu": "tpu", "gpu": "cuda", "cuda": "cuda"}
 
@@ -71,8 +74,8 @@ def _platform() -> str:
 def with_kernel(own: Callable[..., Any], operation: Callable[..., Any], *args) -> Any:
     """`operation(*args, backend=names)` where kernels are to run and one of them can serve, else `own(*args)`.
 
-    Kernels are to run under `use_backend`, and else on a platform for which `PREFERRED` has some, if there is one
-    device: the compiler cannot split a kernel over devices, and while tracing one cannot know that arrays are split.
+    Kernels are to run under `use_backend`, and else on a `PROVEN` platform for which `PREFERRED` has some, if there is
+    one device: the compiler cannot split a kernel over devices, and tracing cannot tell whether arrays are split.
     Outside of `use_backend` a program that is lowered for another platform after all runs `own` there.
 
     Args:
@@ -85,7 +88,7 @@ def with_kernel(own: Callable[..., Any], operation: Callable[..., Any], *args) -
     """
     forced = _forced.value
     platform = _platform()
-    names = PREFERRED.get(platform, ()) if forced is None else forced
+    names = (PREFERRED.get(platform, ()) if platform in PROVEN else ()) if forced is None else forced
     # The caller's code stands for the reference.
     names = tuple(takewhile(lambda name: name != REFERENCE, names))
     if not names or (forced is None and jax.device_count() > 1):

@@ -24,6 +24,7 @@ from jdlite.models.decoder import Decoder
 from jdlite.models.dlite import DLite
 from jdlite.models.dlite_config import DLiteConfig
 from jdlite.models.layers import cached_attention, swept_attention
+from pallas_kernels import backends
 from pallas_kernels.backends import candidates, dispatch, use_backend, with_kernel
 from tests.pallas_kernels.harness import compile_for_tpu, copies_of, lowers_for_tpu, tpu_interpreter
 from tests.toys import options, session, tiny_model
@@ -105,6 +106,8 @@ def test_the_device_decides_where_no_name_is_given(monkeypatch):
     plain = chosen()
     assert "add" not in plain
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert chosen() == plain, "a platform that is not proven"
+    monkeypatch.setattr(backends, "PROVEN", ("tpu",))
     assert "add" in chosen()
     with use_backend(("reference", "mosaic_tpu")):
         assert chosen() == plain
@@ -117,6 +120,7 @@ def test_the_device_decides_where_no_name_is_given(monkeypatch):
 
 
 def test_a_program_for_another_platform_runs_the_callers_code(monkeypatch):
+    monkeypatch.setattr(backends, "PROVEN", ("tpu",))
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     model = tiny_model(**WIDE)
     args = (model, jnp.array([1, 2]), cache_of(model))
