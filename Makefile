@@ -44,7 +44,7 @@ $(TEST): $(RUN)
 
 install: $(RUN)  ## make .venv with what is needed to run
 
-demo: $(RUN)  ## decode real prompts with a real chat model, plainly and with AdaPLD
+demo: $(RUN)  ## decode real prompts with a real chat model, plainly, with AdaPLD, DLite and both
 	@VENV=$(VENV) bash scripts/demo.sh $(ARGS)
 
 test: $(TEST)  ## the fast test suite (minutes on two cores)
