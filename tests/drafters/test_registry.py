@@ -204,3 +204,11 @@ def test_a_fingerprint_does_not_depend_on_the_dtype(home, target):
     assert load_target(home / "target").fingerprint == target.fingerprint
     save_tiny_target(home / "sibling", model=Decoder(tiny_model().config, rngs=nnx.Rngs(4)))
     assert load_target(home / "sibling").fingerprint != target.fingerprint
+
+
+def test_a_saved_drafter_says_nothing_of_where_it_was_saved(tmp_path):
+    place = tmp_path / "somewhere"
+    save_dlite_orbax(network(), place, info={"target": "some/model"})
+    files = [path for path in place.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
