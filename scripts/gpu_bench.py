@@ -30,6 +30,7 @@ import jdlite
 from jdlite.decoding.policy import Costs
 from jdlite.decoding.request import make_request
 from jdlite.drafters.adapld import AdaPLD
+from jdlite.drafters.base import Context
 from jdlite.drafters.dlite import DLiteDrafter
 from jdlite.drafters.plain import Plain
 from jdlite.files import atomic_file
@@ -218,8 +219,6 @@ def rounds(sizes: Sizes, name: str, batch: int, length: int, model: Decoder, dra
 
     @jax.jit
     def draft(drafter, memory, embedding, tokens, lengths):
-        from jdlite.drafters.base import Context
-
         here = Context(tokens, lengths, lengths, request.keys, request.sampling.temperature, embedding)
         return drafter.propose(memory, here)
 
@@ -278,7 +277,7 @@ def kernels(sizes: Sizes, name: str, target: jdlite.DecoderConfig, drafter: DLit
     rng, dtype = np.random.default_rng(0), jnp.dtype(sizes.dtype)
     V, R, D, K = drafter.vocab_size, drafter.rank, drafter.hidden_size, drafter.num_drafts
     weights = head_weights(rng, V, R, D, dtype)
-    B, N, length = 1, min(8, 64), sizes.lengths[min(1, len(sizes.lengths) - 1)]
+    B, N, length = 1, 8, sizes.lengths[1]
     H, G, h, L = target.num_heads, target.num_kv_heads, target.head_dim, 2
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     cache = [jnp.zeros((L, B, G, length, h), dtype) for _ in range(2)]

@@ -231,8 +231,9 @@ def _yes(same: bool) -> str:
 
 def default_drafters(target: str) -> tuple[str, ...]:
     """What to show for a target: trained drafters only where they were trained for it."""
-    trained = TRAINED if target == cli.DEMO and TRAINED.is_dir() else None
-    return ("adapld",) if trained is None else ("adapld", f"dlite:{trained}", f"hybrid:{trained}")
+    if target != cli.DEMO or not TRAINED.is_dir():
+        return ("adapld",)
+    return ("adapld", f"dlite:{TRAINED}", f"hybrid:{TRAINED}")
 
 
 def _demo(options: Options) -> int:

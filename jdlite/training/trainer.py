@@ -224,9 +224,9 @@ class PhaseRun:
 
         def states():
             found = 0
-            for batch in batches:
-                for number in range(len(batch["tokens"]) // self.config.batch.micro):
-                    part = {name: x[number] for name, x in self._place.rows(batch).items()}
+            for batch in map(self._place.rows, batches):
+                for number in range(len(batch["tokens"])):
+                    part = {name: x[number] for name, x in batch.items()}
                     hidden = part["states"][..., -1, :] if "states" in part else forward(self.target.model, part)
                     yield np.asarray(hidden, np.float32)[np.asarray(part["loss_mask"])]
                     found += int(part["loss_mask"].sum())
