@@ -25,3 +25,8 @@ class CapacityError(JdliteError):
 
 class JdliteWarning(UserWarning):
     """Something that works but is probably not what was meant; one sentence."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, on one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from flax import nnx
 from jdlite.checkpoints.assemble import check_dtype
 from jdlite.checkpoints.atomic import atomic_folder
 from jdlite.checkpoints.dlite import abstract_dlite, check_tensors
-from jdlite.errors import CheckpointError, JdliteError
+from jdlite.errors import CheckpointError, JdliteError, first_line
 from jdlite.models.dlite import DLite
 from jdlite.models.dlite_config import DLiteConfig
 
@@ -72,7 +72,7 @@ def save_dlite_orbax(
     except JdliteError:
         raise
     except Exception as error:  # TensorStore reports a full disk as a ValueError
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(
             f"cannot write {path} ({reason:.200}); free some space and run the same command again, or choose another "
             "folder."
@@ -125,7 +125,7 @@ def load_dlite_orbax(
     except JdliteError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds for files that are cut or absent
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(f"{path} is not a complete checkpoint ({reason}); use an earlier one.") from error
     return model_from_params(config, params, str(path)), dict(stored.get("info") or {})
 

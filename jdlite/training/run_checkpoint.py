@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jdlite.checkpoints.dlite_orbax import SCHEMA
-from jdlite.errors import CheckpointError, ConfigError, JdliteError
+from jdlite.errors import CheckpointError, ConfigError, JdliteError, first_line
 from jdlite.models.dlite_config import DLiteConfig
 
 ITEMS = ("params", "opt_state", "train", "data", "config")
@@ -157,7 +157,7 @@ class RunCheckpoints:
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds for files that are cut or absent
                 damaged.append(step)
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 self.say(f"checkpoint {self.folder / str(step)} is damaged ({reason:.120}); trying an earlier one.")
                 continue
             self._set_aside(damaged)
@@ -230,7 +230,7 @@ class RunCheckpoints:
         except JdliteError:
             raise
         except Exception as error:  # TensorStore reports a full disk as a ValueError
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             safe = "no step is saved yet" if self.saved is None else f"step {self.saved} is safe"
             raise CheckpointError(
                 f"cannot {verb} checkpoints in {self.folder} ({reason:.200}); {safe}: free some space and run the same "

@@ -1,9 +1,6 @@
 """Decoding on four virtual devices gives the tokens of one device."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.fresh_process import run_script
 
 # The number of CPU devices is fixed when JAX starts, hence a process of its own.
 _SCRIPT = """
@@ -38,14 +35,4 @@ print("equal")
 
 
 def test_sharded_decode_equals_unsharded():
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        timeout=500,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "equal"
+    assert run_script(_SCRIPT) == "equal"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +21,7 @@ from jdlite.models.dlite_config import DLiteConfig
 from jdlite.models.layers import cached_attention, swept_attention
 from pallas_kernels import backends
 from pallas_kernels.backends import candidates, dispatch, use_backend, with_kernel
+from tests.fresh_process import run_script
 from tests.pallas_kernels.harness import compile_for_tpu, copies_of, lowers_for_tpu, tpu_interpreter
 from tests.toys import options, session, tiny_model
 
@@ -147,17 +143,7 @@ print("none")
 
 
 def test_without_a_name_a_cpu_runs_no_kernel_and_does_not_import_pallas():
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        timeout=500,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "none"
+    assert run_script(_SCRIPT) == "none"
 
 
 def test_without_a_name_a_cpu_traces_the_callers_code_and_nothing_else():
