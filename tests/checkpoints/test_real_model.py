@@ -1,15 +1,12 @@
 """SmolLM2-135M-Instruct: the converted folder decodes and tokenizes as transformers does with the same folder."""
 
-import functools
 import importlib.util
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 
+from jdlite.api import decode
 from jdlite.checkpoints.demo import fetch_demo_target
 from jdlite.checkpoints.target import load_target
 from jdlite.models.config import DecoderConfig
@@ -63,37 +60,24 @@ def target(folder):
     return load_target(folder)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _step(graph, state, tokens, cache, count):
-    """Runs `count[b]` of N tokens per row; returns the greedy choice after the last of them, and the cache."""
-    model = nnx.merge(graph, state)
-    B, N = tokens.shape
-    positions = cache.lengths[:, None] + jnp.arange(N)
-    out = model(tokens, positions, jnp.broadcast_to(jnp.tril(jnp.ones((N, N), bool)), (B, N, N)), cache)
-    last = jnp.take_along_axis(out.hidden, (count - 1)[:, None, None], axis=1)
-    return jnp.argmax(model.logits(last)[:, 0], axis=-1), cache.append(out.k, out.v, count)
+@pytest.fixture(scope="module")
+def greedy_of_transformers(folder, target):
+    """Twenty prompts, and what transformers' own `generate` makes of each."""
+    import torch
+    import transformers
 
-
-def greedy(model, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    lengths = np.array([len(p) for p in prompts])
-    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
-    for b, prompt in enumerate(prompts):
-        tokens[b, : len(prompt)] = prompt
-    graph, state = nnx.split(model)
-    cache = model.init_cache(len(prompts), int(lengths.max()) + new_tokens)
-    chosen, cache = _step(graph, state, jnp.asarray(tokens), cache, jnp.asarray(lengths, jnp.int32))
-    out = [np.asarray(chosen)]
-    one = jnp.ones(len(prompts), jnp.int32)
-    while len(out) < new_tokens:
-        chosen, cache = _step(graph, state, chosen[:, None], cache, one)
-        out.append(np.asarray(chosen))
-    return np.stack(out, axis=1).tolist()
-
-
-def cut(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
-    """Up to and with the first stop."""
-    ends = [i for i, token in enumerate(tokens) if token in stops]
-    return tokens[: ends[0] + 1] if ends else tokens
+    prompts = [target.encode_chat([{"role": "user", "content": chat}]) for chat in CHATS]
+    prompts += [target.encode(text) for text in TEXTS]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt)[None]
+        with torch.no_grad():
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=2
+            )
+        answers.append(whole[0, len(prompt) :].tolist())
+    return prompts, answers
 
 
 def test_config_and_stop_ids(target):
@@ -103,34 +87,17 @@ def test_config_and_stop_ids(target):
 
 def test_it_speaks_sense(target):
     """A mistake in the order of q and k rows leaves all shapes right and the text nonsense."""
-    prompt = target.encode_chat([{"role": "user", "content": CHATS[0]}])
-    text = target.tokenizer.decode(cut(greedy(target.model, [prompt], 24)[0], target.eos_ids))
+    text = decode(target, [{"role": "user", "content": CHATS[0]}], drafter="plain", max_new_tokens=24).texts[0]
     assert "Paris" in text
 
 
+@pytest.mark.parametrize("drafter", ["plain", "adapld"])
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_64_greedy_tokens_equal_transformers(folder, target):
-    import torch
-    import transformers
-
-    prompts = [target.encode_chat([{"role": "user", "content": chat}]) for chat in CHATS]
-    prompts += [target.encode(text) for text in TEXTS]
-    ours = [cut(tokens, target.eos_ids) for tokens in greedy(target.model, prompts, NEW_TOKENS)]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    # One forward over the prompt and our tokens decides all 64 at once: greedy decoding gives exactly these tokens when
-    # each is the argmax after the ones before it.
-    for prompt, tokens in zip(prompts, ours, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor(prompt + tokens)[None]).logits[0]
-        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), target.tokenizer.decode(prompt)
-    # And the long way, step by step, for one chat and one text.
-    for prompt, tokens in (prompts[0], ours[0]), (prompts[-1], ours[-1]):
-        ids = torch.tensor(prompt)[None]
-        with torch.no_grad():
-            right = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=2
-            )
-        assert tokens == right[0, len(prompt) :].tolist(), target.tokenizer.decode(prompt)
+def test_64_greedy_tokens_equal_transformers(target, greedy_of_transformers, drafter):
+    prompts, right = greedy_of_transformers
+    ours = decode(target, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS)
+    for prompt, tokens, expected in zip(prompts, ours.tokens, right, strict=True):
+        assert tokens == expected, target.tokenizer.decode(prompt)
 
 
 def test_tokenizer_equals_plain_byte_pair_encoding(target):

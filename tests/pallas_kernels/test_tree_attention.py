@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jdlite.errors import ConfigError
-from jdlite.models.layers import cached_attention
+from jdlite.models.layers import cached_attention, swept_attention
 from pallas_kernels.tree_attention import mosaic_tpu
 from pallas_kernels.tree_attention.api import tree_attention
 from tests.pallas_kernels.harness import TOPOLOGIES, compile_for_tpu, copies_of, lowers_for_tpu, tpu_interpreter
@@ -103,6 +103,19 @@ class TestReference(AttentionCases):
     def test_is_what_the_decoder_computes(self):
         args = make([0, 40, 300])
         np.testing.assert_allclose(cached_attention(*args), self.run(*args), atol=3e-6)
+
+
+class TestSwept(AttentionCases):
+    """What the decoder runs where there is no kernel."""
+
+    def run(self, *args):
+        return jax.jit(swept_attention)(*args)
+
+    @pytest.mark.parametrize("rows", [4, 9, 33])
+    def test_many_rows_are_swept_in_smaller_blocks(self, rows):
+        # Lengths within blocks, at their ends, and a capacity that is no multiple of one.
+        args = make([(64 * b + b % 3) % 301 for b in range(rows)], N=2)
+        np.testing.assert_allclose(self.run(*args), oracle(*args), atol=3e-6)
 
 
 class TestMosaicTpu(AttentionCases):
