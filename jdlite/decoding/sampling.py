@@ -24,8 +24,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jdlite.decoding.penalties import History, penalised
 from jdlite.errors import ConfigError
+from jdlite.models.layers import k_largest
+from pallas_kernels.noise import gumbel_from_bits, key_words, threefry_bits
 
 MIN_TEMPERATURE = 1e-6  # below it logits / temperature leaves float32
+# Where no row keeps more tokens than this by top-k, only these are looked at for top-p and given noise. One number for
+# all, so that another top-k compiles nothing.
+FEW_TOKENS = 64
 
 # Streams of noise other than the target's own draws, folded into the row key before the position. Positions are below
 # 2**31, so a stream never shares a key with a draw of the target.
@@ -162,6 +167,7 @@ class SamplingArrays:
         banned: `[B, V]` bool, or None when no row bans anything.
         stochastic: some row has a temperature above 0.
         uses_top_k, uses_top_p, uses_min_p: some row with a temperature above 0 uses that truncation.
+        keeps_few: every row with a temperature above 0 has a top-k, and none above `FEW_TOKENS`.
         penalises: some row uses one of the three penalties, so a `History` is needed.
         min_new: some row has a minimum of new tokens and stop ids.
     """
@@ -180,6 +186,7 @@ class SamplingArrays:
     uses_top_k: bool = dataclasses.field(metadata={"static": True})
     uses_top_p: bool = dataclasses.field(metadata={"static": True})
     uses_min_p: bool = dataclasses.field(metadata={"static": True})
+    keeps_few: bool = dataclasses.field(metadata={"static": True})
     penalises: bool = dataclasses.field(metadata={"static": True})
     min_new: bool = dataclasses.field(metadata={"static": True})
 
@@ -241,6 +248,8 @@ def stack(rows: Sampling | Sequence[Sampling], batch: int, vocab_size: int, stop
         uses_top_k=any(w and r.top_k > 0 for r, w in zip(rows, warm, strict=True)),
         uses_top_p=any(w and r.top_p < 1 for r, w in zip(rows, warm, strict=True)),
         uses_min_p=any(w and r.min_p > 0 for r, w in zip(rows, warm, strict=True)),
+        keeps_few=any(warm)
+        and all(0 < min(r.top_k, vocab_size) <= FEW_TOKENS for r, w in zip(rows, warm, strict=True) if w),
         penalises=any(penalising),
         min_new=any(waiting),
     )
@@ -294,29 +303,72 @@ def _column(values: Shaped[Array, " B"]) -> Shaped[Array, "B 1 1"]:
 def _truncated(x: Float[Array, "B N V"], sampling: SamplingArrays) -> Float[Array, "B N V"]:
     """Top-k, then top-p, then min-p.
 
-    Borders are found by bisection instead of by a sort, which costs many times more on a CPU. Where several tokens tie
-    at the border of top-p, as many are kept as in transformers, lowest ids first (there the sort decides which).
+    Borders are found by bisection instead of by a sort, which costs many times more on a CPU, or among the few tokens
+    that top-k leaves. Where several tokens tie at the border of top-p, as many are kept as in transformers, lowest ids
+    first (there the sort decides which).
     """
-    if sampling.uses_top_k:
+    kth = top = None
+    if sampling.keeps_few:
+        top = k_largest(x, min(FEW_TOKENS, x.shape[-1]))
+        place = jnp.broadcast_to(_column(jnp.maximum(sampling.top_k - 1, 0)), (*x.shape[:-1], 1))
+        kth = jnp.where(_column(sampling.top_k) > 0, jnp.take_along_axis(top, place, axis=-1), -jnp.inf)
+    elif sampling.uses_top_k:
         k = _column(jnp.where(sampling.top_k > 0, sampling.top_k, x.shape[-1]))
         kth = _largest(lambda t: (x >= t).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x)
+    if kth is not None:
         x = jnp.where(x < kth, -jnp.inf, x)
     if sampling.uses_top_p:
-        p = jax.nn.softmax(x, axis=-1)
-        below = lambda t: jnp.where(x < t, p, 0).sum(axis=-1, keepdims=True)  # noqa: E731
         tail = _column(sampling.tail)
-        border = jnp.minimum(_largest(lambda t: below(t) <= tail, x), x.max(axis=-1, keepdims=True))
+        border, below, share = _top_p_border(x, tail) if top is None else _top_p_border_of_few(x, top, kth, tail)
         equal = x == border
-        share = jnp.where(equal, p, 0).max(axis=-1, keepdims=True)
         ties = equal.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-        removed = jnp.floor((tail - below(border)) / jnp.maximum(share, jnp.finfo(p.dtype).tiny)).astype(jnp.int32)
+        removed = jnp.floor((tail - below) / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)).astype(jnp.int32)
         kept = jnp.maximum(ties - jnp.maximum(removed, 0), 1)
-        dropped = (x < border) | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) > kept))
-        x = jnp.where(dropped & (tail > 0), -jnp.inf, x)
+        on = tail > 0
+        # Only where some of those at the border go must they be counted one by one, which is slow.
+        late = jax.lax.cond(
+            jnp.any(on & (kept < ties)),
+            lambda: jnp.cumsum(equal, axis=-1, dtype=jnp.int32) > kept,
+            lambda: jnp.zeros(x.shape, bool),
+        )
+        x = jnp.where(on & ((x < border) | (equal & late)), -jnp.inf, x)
     if sampling.uses_min_p:
         p = jax.nn.softmax(x, axis=-1)
         x = jnp.where(p < _column(sampling.min_p) * p.max(axis=-1, keepdims=True), -jnp.inf, x)
     return x
+
+
+_Border = tuple[Float[Array, "B N 1"], Float[Array, "B N 1"], Float[Array, "B N 1"]]
+
+
+def _top_p_border(x: Float[Array, "B N V"], tail: Float[Array, "B 1 1"]) -> _Border:
+    """The least logit that top-p keeps, the probability of all below it, and that of one token at it."""
+    p = jax.nn.softmax(x, axis=-1)
+    below = lambda t: jnp.where(x < t, p, 0).sum(axis=-1, keepdims=True)  # noqa: E731
+    border = jnp.minimum(_largest(lambda t: below(t) <= tail, x), x.max(axis=-1, keepdims=True))
+    return border, below(border), jnp.where(x == border, p, 0).max(axis=-1, keepdims=True)
+
+
+def _top_p_border_of_few(
+    x: Float[Array, "B N V"], top: Float[Array, "B N K"], kth: Float[Array, "B N 1"], tail: Float[Array, "B 1 1"]
+) -> _Border:
+    """`_top_p_border` of what a top-k of at most K has left: the K largest, falling, and all that tie with the k-th.
+
+    Where a row has no top-k (`kth` is -inf, greedy) the result means nothing.
+    """
+    ties = (x == kth).sum(axis=-1, keepdims=True)
+    # All that tie with the k-th count as its one entry, the K-th place of another array.
+    values = jnp.concatenate([jnp.where(top > kth, top, -jnp.inf), kth], axis=-1)
+    each = jnp.exp(values - top[..., :1])
+    mass = each.at[..., -1:].multiply(ties.astype(each.dtype))
+    total = mass.sum(axis=-1, keepdims=True)
+    lower = values[..., None, :] < values[..., None]
+    below = jnp.where(lower, mass[..., None, :], 0).sum(axis=-1) / total
+    fits = (below <= tail) & (values >= kth)
+    border = jnp.where(fits, values, -jnp.inf).max(axis=-1, keepdims=True)
+    at = jnp.argmax(values == border, axis=-1, keepdims=True)
+    pick = lambda y: jnp.take_along_axis(y, at, axis=-1)  # noqa: E731
+    return border, pick(below), pick(each) / total
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], x: Float[Array, "B N V"]) -> Float[Array, "B N 1"]:
@@ -369,8 +421,8 @@ def draw(
 
     The noise depends on the row's key and the token's position only, so a token comes out the same whether it is drawn
     in plain decoding or at any node of a tree, alone or in a batch. (Keys must be threefry: `rbg` keys draw other bits
-    under vmap.) Nodes of one depth share their noise, which is
-    harmless as only one of them is visited. A token with -inf is never drawn, because the noise is finite.
+    under vmap.) Nodes of one depth share their noise, which is harmless as only one of them is visited. A token with
+    -inf is never drawn, because the noise is finite.
 
     Args:
         processed: from `processed_logits`.
@@ -387,9 +439,29 @@ def draw(
                 f"the keys are {jax.random.key_impl(keys)} keys, whose numbers depend on the batch; "
                 "make them with jax.random.key(seed, impl='threefry2x32')."
             )
+        warm = _column(sampling.temperature) > 0
         keys_of_nodes = jax.vmap(jax.vmap(noise_key, (None, 0)))(keys, positions)
-        noise = jax.vmap(jax.vmap(lambda key: gumbel(key, processed.shape[-1])))(keys_of_nodes)
-        processed = processed + jnp.where(_column(sampling.temperature) > 0, noise, 0.0)
+
+        def draw_of_all() -> jax.Array:
+            noise = jax.vmap(jax.vmap(lambda key: gumbel(key, processed.shape[-1])))(keys_of_nodes)
+            return jnp.argmax(processed + jnp.where(warm, noise, 0.0), axis=-1)
+
+        by_counter = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+        if not (sampling.keeps_few and by_counter):
+            return draw_of_all().astype(jnp.int32)
+
+        def draw_of_few() -> jax.Array:
+            words = key_words(keys_of_nodes)[..., None]
+            noise = gumbel_from_bits(threefry_bits(words[:, :, 0], words[:, :, 1], ids))
+            noisy = values + jnp.where(warm, noise, 0.0)
+            best = noisy == noisy.max(axis=-1, keepdims=True)
+            # Of equal ones the lowest id, as argmax takes it; any id where there are no numbers.
+            return jnp.where(best, ids, processed.shape[-1] - 1).min(axis=-1)
+
+        # The same numbers at the same ids, but only for what top-k has left. More than that is left only by ties.
+        values, ids = jax.lax.top_k(processed, min(FEW_TOKENS, processed.shape[-1]))
+        left = (processed > -jnp.inf).sum(axis=-1, keepdims=True)
+        return jax.lax.cond(jnp.any(warm & (left > FEW_TOKENS)), draw_of_all, draw_of_few).astype(jnp.int32)
     return jnp.argmax(processed, axis=-1).astype(jnp.int32)
 
 

@@ -40,6 +40,7 @@ from jdlite.drafters.retrieval import (
     suffix_lengths,
 )
 from jdlite.errors import ConfigError
+from jdlite.models.layers import k_largest
 
 # Tokens whose embeddings are gathered at once in the semantic search; bounds the [tokens, D] array.
 _SWEEP = 512
@@ -274,7 +275,7 @@ class AdaPLD(Drafter):
             allowed = allowed & (memory.forward >= memory.forwards[:, None] - self.window)
         found = allowed[:, None] & (similarity >= self.threshold) & wanted[:, :, None]
         if self.top_delta is not None:
-            least = jax.lax.top_k(jnp.where(found, similarity, -jnp.inf), min(self.top_delta, S))[0][..., -1:]
+            least = k_largest(jnp.where(found, similarity, -jnp.inf), min(self.top_delta, S))[..., -1:]
             found = found & (similarity >= least)
         return found
 

@@ -1,4 +1,4 @@
-"""Building blocks of the decoders: products with few rows, RMSNorm, rotary embedding, attention over a cache."""
+"""Building blocks of the decoders: few-row products, largest values, RMSNorm, rotary embedding, cached attention."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def project(x: Float[Array, "*T I"], weight: Float[Array, "O I"], bias: Array | 
         y = plain(rows, weight)
     y = y.reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
+
+
+def k_largest(x: Float[Array, "*T V"], k: int) -> Float[Array, "*T k"]:
+    """The k largest values along the last axis, falling."""
+    # Without the barrier XLA's CPU backend drops the unused indices, and then sorts everything.
+    return jax.lax.optimization_barrier(jax.lax.top_k(x, k))[0]
 
 
 class Linear(nnx.Module):

@@ -14,6 +14,7 @@ from jdlite.decoding.penalties import History
 from jdlite.decoding.sampling import (
     ACCEPT,
     DRAFT,
+    FEW_TOKENS,
     RESIDUAL,
     Sampling,
     any_nan,
@@ -133,6 +134,50 @@ def test_equals_transformers_on_a_large_vocabulary(row):
     got = run(logits, row, prompts=[[1, 2]], texts=[[3]])
     for n in range(2):
         np.testing.assert_allclose(got[0, n], peer(logits[0, n], [1, 2, 3], row, 2, []), rtol=1e-6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(ROW, st.integers(0, 10**6), st.booleans())
+def test_few_tokens_and_many_take_the_same_steps(row, seed, ties):
+    """The way for a small top-k against the general way: the same tokens stay, and the same ones are drawn."""
+    row = Sampling(**{**row, "temperature": row["temperature"] or 0.6, "top_k": row["top_k"] or 3})
+    logits = random_logits(seed, 2, 3, V, ties=ties)
+    few = everything_on(stack([row, Sampling()], 2, V))
+    assert few.keeps_few
+    many = dataclasses.replace(few, keeps_few=False)
+    generated = jnp.zeros((2, 3), jnp.int32)
+    history = History.from_prompt(jnp.ones((2, 1), jnp.int32), jnp.ones(2, jnp.int32), V)
+    kept = [np.asarray(process(jnp.asarray(logits), sampling, history, generated)) for sampling in (few, many)]
+    np.testing.assert_array_equal(*kept)
+    keys, at = jax.random.split(jax.random.key(seed), 2), jnp.arange(6).reshape(2, 3)
+    drawn = [jitted_draw(kept[0], keys, at, sampling) for sampling in (few, many)]
+    np.testing.assert_array_equal(*drawn)
+
+
+@pytest.mark.parametrize("size", [FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS + 1, 200])
+def test_more_tokens_may_tie_with_the_last_than_are_looked_at(size):
+    """All of them stay, each as likely as the others, and the draw is the argmax over all of them."""
+    row = Sampling(temperature=1.0, top_k=2)
+    sampling = stack(row, 1, 300)
+    logits = np.full((1, 1, 300), -5, np.float32)
+    logits[..., 17 : 17 + size] = 1.25
+    kept = run(logits, row)
+    np.testing.assert_array_equal(np.isfinite(kept[0, 0]), logits[0, 0] > 0)
+    for at in range(20):
+        noise = np.asarray(gumbel(noise_key(jax.random.key(3), at), 300))
+        token = jitted_draw(jnp.asarray(kept), jax.random.key(3)[None], jnp.full((1, 1), at), sampling)
+        assert int(token[0, 0]) == int(np.argmax(kept[0, 0] + noise))
+    # Half of the mass goes from the end of the equal ones.
+    half = np.isfinite(run(logits, dataclasses.replace(row, top_p=0.5))[0, 0])
+    np.testing.assert_array_equal(np.flatnonzero(half), 17 + np.arange(-(-size // 2)))
+
+
+def test_logits_that_are_no_numbers_draw_some_id():
+    sampling = stack(Sampling(temperature=1.0, top_k=2), 1, V)
+    token = jitted_draw(
+        jnp.full((1, 1, V), jnp.nan), jax.random.split(jax.random.key(0), 1), jnp.ones((1, 1), int), sampling
+    )
+    assert 0 <= int(token[0, 0]) < V
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.125, 0.25, 0.3, 0.5, 0.75, 0.9])
