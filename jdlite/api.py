@@ -11,7 +11,16 @@ import numpy as np
 import platformdirs
 
 from jdlite.checkpoints.target import Target
-from jdlite.decoding.costs import costs_file, load_costs, measure_costs, save_costs
+from jdlite.decoding.costs import (
+    costs_file,
+    draft_file,
+    load_costs,
+    load_draft,
+    measure_costs,
+    measure_draft,
+    save_costs,
+    save_draft,
+)
 from jdlite.decoding.policy import Costs, variants
 from jdlite.decoding.sampling import GREEDY, Sampling
 from jdlite.decoding.session import Result, Session
@@ -91,34 +100,47 @@ def resolve_costs(target: Target, drafter: Drafter, batch: int, budget: str | Co
     if budget == "full":
         return Costs.free(counts)
     if budget == "auto":
-        stored = load_costs(costs_file(cache_folder(), target.model, batch))
-        return Costs.typical(counts) if stored is None else stored.resample(counts)
+        folder, network = cache_folder(), drafter.fit(target.model).network
+        stored = load_costs(costs_file(folder, target.model, batch))
+        costs = Costs.typical(counts) if stored is None else stored.resample(counts)
+        draft = None if network is None else load_draft(draft_file(folder, target.model, network, batch))
+        return costs if draft is None else dataclasses.replace(costs, draft=draft)
     raise ConfigError(f'budget must be "auto", "full" or a Costs table: got {budget!r}.')
 
 
 def calibrate(
     target: Target, drafter: str | Drafter, *, batch: int = 1, folder: Path | None = None, **options
 ) -> Costs:
-    """Measure what verifying costs on this machine, once for all drafters; later calls and `decode(budget="auto")` read
-    the file.
+    """Measure what verifying costs on this machine, once for all drafters, and what a draft of the drafter's network
+    costs, if it has one; later calls and `decode(budget="auto")` read the files.
 
     Args:
         target: the target.
-        drafter: whose numbers of nodes the table is for.
+        drafter: whose numbers of nodes the table is for, and whose network is timed.
         batch: B of the decode calls to come.
-        folder: where to keep the table; the user's cache folder by default.
+        folder: where to keep the files; the user's cache folder by default.
         options: for `decoding.costs.measure_costs`.
     """
-    drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
+    drafter = make_drafter(drafter, target.model.dtype.name, target) if isinstance(drafter, str) else drafter
     counts = variants(drafter.max_nodes)
     if counts == (1,):
         return Costs.free(counts)
-    path = costs_file(folder or cache_folder(), target.model, batch)
+    folder = folder or cache_folder()
+    path = costs_file(folder, target.model, batch)
     costs = load_costs(path)
     if costs is None:
         costs = measure_costs(target.model, batch=batch, **options)
         save_costs(path, costs)
-    return costs.resample(counts)
+    costs = costs.resample(counts)
+    network = drafter.fit(target.model).network
+    if network is None:
+        return costs
+    path = draft_file(folder, target.model, network, batch)
+    draft = load_draft(path)
+    if draft is None:
+        draft = measure_draft(target.model, network, batch=batch)
+        save_draft(path, draft)
+    return dataclasses.replace(costs, draft=draft)
 
 
 def decode(

@@ -1,4 +1,4 @@
-"""What a verify forward costs on this machine, measured once per machine, model and batch size and kept in a file."""
+"""What forwards and drafts cost on this machine, measured once per machine, model and batch size and kept in files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdlite.decoding.policy import NODE_COUNTS, Costs
+from jdlite.decoding.state import context, init_state
+from jdlite.drafters.base import Drafter
 from jdlite.files import atomic_file
 from jdlite.models.decoder import Decoder
 from jdlite.timing import medians_in_turn, verify_forward
@@ -64,12 +66,59 @@ def measure_costs(
     return Costs(jnp.asarray(fixed, jnp.float32), jnp.asarray(slope, jnp.float32), counts)
 
 
+def measure_draft(model: Decoder, drafter: Drafter, *, batch: int = 1, repeats: int = 7) -> float:
+    """Time of a draft relative to a plain step at length 0.
+
+    Args:
+        model: the target.
+        drafter: fitted to it.
+        batch: B.
+        repeats: timings of each; the median counts.
+    """
+    state = init_state(model, drafter, batch, max(64, drafter.max_depth + 1))
+    lengths = jnp.full(batch, 2, jnp.int32)
+    here = context(model, state, lengths, None, lengths)
+    seconds = medians_in_turn(
+        {
+            "draft": partial(jax.jit(lambda drafter, *args: drafter.propose(*args)), drafter, state.memory, here),
+            "step": partial(verify_forward, model, state.cache, 1),
+        },
+        repeats,
+    )
+    return seconds["draft"] / seconds["step"]
+
+
 def costs_file(folder: Path, model: Decoder, batch: int) -> Path:
     """Where the costs of this device, model shape, dtype and batch size are kept, for all drafters."""
+    return folder / f"costs-{_key(model, batch)}.json"
+
+
+def draft_file(folder: Path, model: Decoder, drafter: Drafter, batch: int) -> Path:
+    """Where the cost of this drafter's draft is kept: by the shapes of its parameters and its options."""
+    leaves, options = jax.tree.flatten(drafter)
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+    return folder / f"draft-{_key(model, batch, drafter.name, shapes, str(options))}.json"
+
+
+def _key(model: Decoder, *what: object) -> str:
     device = jax.devices()[0]
-    what = [device.platform, device.device_kind, os.cpu_count(), jax.__version__, str(model.dtype), batch]
-    key = hashlib.sha256(repr((what, dataclasses.astuple(model.config))).encode()).hexdigest()[:16]
-    return folder / f"costs-{key}.json"
+    machine = [device.platform, device.device_kind, os.cpu_count(), jax.__version__, str(model.dtype), *what]
+    return hashlib.sha256(repr((machine, dataclasses.astuple(model.config))).encode()).hexdigest()[:16]
+
+
+def load_draft(path: Path) -> float | None:
+    """The cost kept in a file, or None where there is none that can be read and makes sense."""
+    try:
+        draft = float(json.loads(path.read_text())["draft"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return draft if 0 <= draft < float("inf") else None
+
+
+def save_draft(path: Path, draft: float) -> None:
+    """Write the cost to a temporary name and rename."""
+    with atomic_file(path) as file:
+        json.dump({"draft": draft}, file)
 
 
 def load_costs(path: Path) -> Costs | None:

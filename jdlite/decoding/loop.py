@@ -204,7 +204,11 @@ def decode_round(
     active = progress.finish == Finish.RUNNING
     room = state.capacity - state.lengths
     with jax.named_scope("draft"):
-        here = context(model, state, state.lengths, request, progress.prompt_lengths)
+        cost = request.costs.at(jnp.max(state.lengths).astype(jnp.float32))
+        run_network = jnp.asarray(False)
+        if drafter.network is not None:
+            run_network = state.earnings.worth_running(active, request.costs.draft / cost[0])
+        here = context(model, state, state.lengths, request, progress.prompt_lengths, run_network)
         proposal = drafter.propose(state.memory, here)
         tree = Tree.from_parents(proposal.parents, proposal.valid)
         extra_forwards = 0
@@ -230,7 +234,6 @@ def decode_round(
         if proposal.log_q is None:
             proposal, cell = order_by_gain(proposal, cell)
             tree = Tree.from_parents(proposal.parents, proposal.valid)
-        cost = request.costs.at(jnp.max(state.lengths).astype(jnp.float32))
         choice = policy.choose(jnp.where(tree.valid, proposal.gain, 0.0), active, cost, counts)
 
     branches = [partial(_verify, n, model, drafter, state, request, progress, proposal, tree) for n in counts]
@@ -268,8 +271,11 @@ def decode_round(
         after = context(model, new, new.lengths, request, progress.prompt_lengths)
         memory = drafter.observe(state.memory, after, seen)
         parent_on_path = jnp.take_along_axis(taken.on_path, tree.parents, axis=1)
-        tried = verified & parent_on_path & (jnp.arange(drafter.max_nodes) > 0)
-        reliability = state.reliability.update(cell, tried, taken.on_path, active)
+        drafts = jnp.arange(drafter.max_nodes) > 0
+        reliability = state.reliability.update(cell, verified & parent_on_path & drafts, taken.on_path, active)
+        earnings = state.earnings.update(
+            proposal.source, verified & drafts, taken.on_path & drafts, cost[choice] / cost[0] - 1, run_network, active
+        )
         stats = progress.stats.update(
             active=active,
             verified=verified,
@@ -281,7 +287,7 @@ def decode_round(
             forwards=1 + extra_forwards,
         )
     history = None if progress.history is None else progress.history.update(taken.emitted, kept)
-    state = dataclasses.replace(new, memory=memory, reliability=reliability)
+    state = dataclasses.replace(new, memory=memory, reliability=reliability, earnings=earnings)
     finish = jnp.where(active, reason, progress.finish)
     return state, Progress(finish, progress.budget - kept, progress.prompt_lengths, history, stats)
 

@@ -2,7 +2,8 @@
 
 Pure functions of small arrays. Drafters state a prior probability for each node; `Reliability` learns, per row and
 while decoding, how often nodes of that prior and source really are accepted; `choose` weighs the expected tokens of
-each compiled number of nodes against its cost.
+each compiled number of nodes against its cost. `Earnings` keeps what a drafter's network brought in, and
+`Earnings.worth_running` says whether that pays for its own forward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jdlite.decoding.tree import Tree
-from jdlite.drafters.base import SOURCES
+from jdlite.drafters.base import MODEL, SOURCES
 
 # Upper edges of the classes that priors are sorted into; finer where branches of low probability differ.
 EDGES = (0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -28,6 +29,9 @@ MEMORY = 0.98
 MARGIN = 1.2
 # Least path probability of a draft. It is worth verifying where that is free, and float32 sums must show it.
 MIN_GAIN = 1e-4
+# Until it has been seen at work for about this many rounds, a network is believed to earn twice what it costs. As old
+# evidence fades, one that earns nothing is still run in MEMORY's complement times this share of the rounds, 8%.
+TRIAL_ROUNDS = 4.0
 NODE_COUNTS = (1, 4, 8, 16, 40)
 
 
@@ -45,11 +49,13 @@ class Costs:
         fixed: `[n]` float32, cost at length 0, relative to a plain step at length 0.
         per_token: `[n]` float32, added cost per committed token.
         counts: numbers of nodes that are compiled, static; the last must be the drafter's `max_nodes`.
+        draft: scalar float32, cost of a draft of the drafter's network, if it has one; 0 where that does not count.
     """
 
     fixed: Float[Array, " n"]
     per_token: Float[Array, " n"]
     counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    draft: float | Float[Array, ""] = 0.0
 
     @classmethod
     def free(cls, counts: tuple[int, ...]) -> Costs:
@@ -76,7 +82,7 @@ class Costs:
             share = (wanted - measured[left]) / (measured[left + 1] - measured[left])
             return values[left] + share * (values[left + 1] - values[left])
 
-        return Costs(line(self.fixed), line(self.per_token), counts)
+        return Costs(line(self.fixed), line(self.per_token), counts, self.draft)
 
     def at(self, length: jax.Array) -> Float[Array, " n"]:
         """Cost of each number of nodes when the longest row has `length` committed tokens."""
@@ -110,6 +116,76 @@ class Reliability:
         tried = tried & active[:, None]
         count = lambda mask: jnp.einsum("bn,bnc->bc", mask.astype(jnp.float32), cells)  # noqa: E731
         return Reliability(self.hits * fade + count(tried & hit), self.trials * fade + count(tried))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Earnings:
+    """What a drafter's network brought in, as fading sums over rounds. Each is `[B]` float32.
+
+    Attributes:
+        earned: tokens accepted that the network alone had offered, less what verifying its nodes cost in plain steps.
+        run: rounds in which it ran.
+        others: tokens accepted from any other source.
+        rounds: all rounds.
+    """
+
+    earned: Float[Array, " B"]
+    run: Float[Array, " B"]
+    others: Float[Array, " B"]
+    rounds: Float[Array, " B"]
+
+    @classmethod
+    def zeros(cls, batch: int) -> Earnings:
+        return cls(*(jnp.zeros(batch, jnp.float32) for _ in range(4)))
+
+    def update(
+        self,
+        source: Int[Array, "B N"],
+        verified: Bool[Array, "B N"],
+        accepted: Bool[Array, "B N"],
+        surplus: Float[Array, ""],
+        ran: Bool[Array, ""],
+        active: Bool[Array, " B"],
+    ) -> Earnings:
+        """Count one round; rows that are not active keep their sums.
+
+        Args:
+            source: of each node.
+            verified: nodes that were run, the anchor left out.
+            accepted: nodes that were accepted, the anchor left out.
+            surplus: what the verify forward cost beyond a plain step, in plain steps; shared among the nodes.
+            ran: whether the network did.
+            active: rows that decode.
+        """
+        count = lambda mask: jnp.sum(mask, axis=1, dtype=jnp.float32)  # noqa: E731
+        own = source == MODEL
+        share = count(verified & own) / jnp.maximum(count(verified), 1.0)
+        fade = jnp.where(active, MEMORY, 1.0)
+        add = lambda old, new: old * fade + jnp.where(active, new, 0.0)  # noqa: E731
+        return Earnings(
+            add(self.earned, count(accepted & own) - surplus * share),
+            add(self.run, ran.astype(jnp.float32)),
+            add(self.others, count(accepted & ~own)),
+            add(self.rounds, 1.0),
+        )
+
+    def worth_running(self, active: Bool[Array, " B"], draft: jax.Array | float) -> Bool[Array, ""]:
+        """Whether the next draft of the network is expected to earn its cost, for the batch as a whole.
+
+        A token is worth the time in which the other sources make one, so what a draft must earn grows with their
+        success. The answer depends on past rounds alone, so drafts that are sampled stay exact.
+
+        Args:
+            active: rows that decode.
+            draft: its cost in plain steps.
+        """
+        total = lambda x: jnp.sum(jnp.where(active, x, 0.0))  # noqa: E731
+        rows = total(1.0)
+        rate = 1 + total(self.others) / jnp.maximum(total(self.rounds), 1.0)
+        need = draft * rate
+        earned = total(self.earned) + 2 * need * TRIAL_ROUNDS * rows
+        return (need <= 0) | (earned >= need * (total(self.run) + TRIAL_ROUNDS * rows))
 
 
 def conditional(gain: Float[Array, "B N"], tree: Tree) -> Float[Array, "B N"]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jdlite.decoding.penalties import History
-from jdlite.decoding.policy import Costs, Reliability
+from jdlite.decoding.policy import Costs, Earnings, Reliability
 from jdlite.decoding.sampling import SamplingArrays
 from jdlite.decoding.stats import Stats
 from jdlite.decoding.stops import Stops
@@ -34,6 +34,7 @@ class DecodeState:
         lengths: `[B]` int32, known tokens, anchor included.
         memory: what the drafter keeps.
         reliability: how often each kind of draft was accepted so far.
+        earnings: what the drafter's network brought in so far.
     """
 
     cache: KVCache
@@ -41,6 +42,7 @@ class DecodeState:
     lengths: Int[Array, " B"]
     memory: Any
     reliability: Reliability
+    earnings: Earnings
 
     @property
     def capacity(self) -> int:
@@ -62,8 +64,8 @@ class DecodeState:
     def take(self, rows: Int[Array, " R"]) -> DecodeState:
         """A copy with the given rows, in that order; rows may repeat (forks)."""
         cache = KVCache(self.cache.k[:, rows], self.cache.v[:, rows], self.cache.lengths[rows])
-        by_row = lambda tree: jax.tree.map(lambda x: x[rows], tree)  # noqa: E731
-        return DecodeState(cache, self.tokens[rows], self.lengths[rows], by_row(self.memory), by_row(self.reliability))
+        others = (self.tokens, self.lengths, self.memory, self.reliability, self.earnings)
+        return DecodeState(cache, *jax.tree.map(lambda x: x[rows], others))
 
 
 @jax.tree_util.register_dataclass
@@ -105,13 +107,19 @@ class Progress:
 
 
 def context(
-    model: Decoder, state: DecodeState, lengths: Int[Array, " B"], request: Request | None, prompt_lengths
+    model: Decoder,
+    state: DecodeState,
+    lengths: Int[Array, " B"],
+    request: Request | None,
+    prompt_lengths: Int[Array, " B"],
+    run_network: bool | Bool[Array, ""] = True,
 ) -> Context:
     """What the drafter is shown. In prefill there is no request and nothing to sample."""
     B = lengths.shape[0]
     keys = jax.vmap(jax.random.key)(jnp.zeros(B, jnp.uint32)) if request is None else request.keys
     temperature = jnp.zeros(B, jnp.float32) if request is None else request.sampling.temperature
-    return Context(state.tokens, lengths, prompt_lengths, keys, temperature, model.embed.weight[...])
+    embedding = model.embed.weight[...]
+    return Context(state.tokens, lengths, prompt_lengths, keys, temperature, embedding, jnp.asarray(run_network))
 
 
 def init_state(model: Decoder, drafter: Drafter, batch: int, capacity: int, cache_dtype=None) -> DecodeState:
@@ -143,4 +151,5 @@ def init_state(model: Decoder, drafter: Drafter, batch: int, capacity: int, cach
         lengths=jnp.zeros(batch, jnp.int32),
         memory=drafter.init(batch, capacity, hidden_size=c.hidden_size, vocab_size=c.vocab_size, dtype=model.dtype),
         reliability=Reliability.zeros(batch),
+        earnings=Earnings.zeros(batch),
     )

@@ -55,6 +55,7 @@ class Context:
         keys: `[B]` typed PRNG keys of the rows, for drafters that sample.
         temperature: `[B]` float32, for drafters that sample.
         embedding: the target's input embedding table, `[V, D]`.
+        run_network: scalar bool; where False, a drafter's `network` is to be left out and offer nothing.
     """
 
     tokens: Int[Array, "B S"]
@@ -63,6 +64,7 @@ class Context:
     keys: Any
     temperature: Float[Array, " B"]
     embedding: Float[Array, "V D"]
+    run_network: bool | Bool[Array, ""] = True
 
     @property
     def anchor(self) -> Int[Array, " B"]:
@@ -190,6 +192,12 @@ class Drafter:
     def samples(self) -> bool:
         """Whether its proposals are drawn from a law that they report (`Proposal.log_q`)."""
         return False
+
+    @property
+    def network(self) -> Drafter | None:
+        """The part of it, if any, that runs a network in each draft. It obeys `Context.run_network`, and the loop turns
+        it off for as long as what it offers is not worth its measured time."""
+        return None
 
     def fit(self, model: Decoder) -> Drafter:
         """The drafter as it is used with this target. Sessions call it; a loop of one's own must do so first.

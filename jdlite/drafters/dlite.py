@@ -109,6 +109,10 @@ class DLiteDrafter(Drafter, static=False):
     def samples(self) -> bool:
         return self.mode == "rejection"
 
+    @property
+    def network(self) -> DLiteDrafter:
+        return self
+
     def fit(self, model: Decoder) -> DLiteDrafter:
         """Checks the target, and takes its LM head where the network ends in it and none was given."""
         self.model.config.check_target(model.config)
@@ -159,6 +163,21 @@ class DLiteDrafter(Drafter, static=False):
         )
 
     def propose(self, memory: DLiteMemory, context: Context) -> Proposal:
+        return jax.lax.cond(
+            context.run_network, lambda: self._draft(memory, context), lambda: self._nothing(context.anchor)
+        )
+
+    def _nothing(self, anchor: Int[Array, " B"]) -> Proposal:
+        """A proposal without drafts."""
+        shape = (anchor.shape[0], self.max_nodes - 1)
+        zeros = jnp.zeros(shape, jnp.float32)
+        proposal = Proposal.chain(anchor, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), zeros, MODEL)
+        if self.mode == "match":
+            return proposal
+        log_q = jnp.zeros((shape[0], self.max_nodes, self.model.config.vocab_size), jnp.float32)
+        return dataclasses.replace(proposal, log_q=log_q)
+
+    def _draft(self, memory: DLiteMemory, context: Context) -> Proposal:
         hidden, tokens = self._backbone(memory, context)
         head = self.model.head
         state = head.start(tokens)

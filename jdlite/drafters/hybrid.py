@@ -73,6 +73,10 @@ class Hybrid(Drafter, static=False):
     def max_depth(self) -> int:
         return min(self.num_nodes - 1, max(self.first.max_depth, self.second.max_depth))
 
+    @property
+    def network(self) -> Drafter | None:
+        return self.first.network or self.second.network
+
     def fit(self, model: Decoder) -> Hybrid:
         """Both drafters fitted to the target."""
         first, second = (part.fit(model) for part in self.parts)

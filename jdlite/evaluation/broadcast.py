@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdlite.decoding.policy import Costs, Reliability, variants
+from jdlite.decoding.policy import Costs, Earnings, Reliability, variants
 from jdlite.decoding.session import Session, _rounds, _start
 from jdlite.decoding.state import DecodeState, Request, context
 from jdlite.decoding.stats import Stats
@@ -126,7 +126,7 @@ class SharedSession:
             cache_dtype=cache_dtype,
             prefill_chunk=prefill_chunk,
         )
-        self._reliability = {name: Reliability.zeros(batch) for name in self.drafters}
+        self._learned = {name: (Reliability.zeros(batch), Earnings.zeros(batch)) for name in self.drafters}
 
     @property
     def lengths(self) -> list[int]:
@@ -145,12 +145,14 @@ class SharedSession:
         """The state of one drafter: the shared cache itself, and copies of everything small."""
         shared = self._session.state
         copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
+        reliability, earnings = copy(self._learned[name])
         return DecodeState(
             cache=dataclasses.replace(shared.cache, lengths=jnp.copy(shared.cache.lengths)),
             tokens=shared.tokens,
             lengths=jnp.copy(shared.lengths),
             memory=copy(shared.memory[list(self.drafters).index(name)]),
-            reliability=copy(self._reliability[name]),
+            reliability=reliability,
+            earnings=earnings,
         )
 
     def take_back(self, name: str, state: DecodeState, *, keep: bool) -> None:
@@ -161,7 +163,7 @@ class SharedSession:
             at = list(self.drafters).index(name)
             own = _rollback(self.drafters[name], state.memory, shared.lengths)
             memory = (*memory[:at], own, *memory[at + 1 :])
-            self._reliability[name] = state.reliability
+            self._learned[name] = (state.reliability, state.earnings)
         cache = dataclasses.replace(state.cache, lengths=shared.cache.lengths)
         self._session.state = dataclasses.replace(shared, cache=cache, tokens=state.tokens, memory=memory)
 

@@ -101,6 +101,7 @@ def _place(batch: _Batch, spare: DecodeState, row: jax.Array, key: jax.Array, bu
             lengths=put(state.lengths, spare.lengths),
             memory=state.memory,
             reliability=jax.tree.map(put, state.reliability, spare.reliability),
+            earnings=jax.tree.map(put, state.earnings, spare.earnings),
         ),
         request=dataclasses.replace(batch.request, keys=put(batch.request.keys, key[None])),
         progress=dataclasses.replace(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jdlite.decoding import session as session_module
 from jdlite.decoding.policy import variants
-from jdlite.decoding.sampling import Sampling
+from jdlite.decoding.sampling import GREEDY, Sampling
 from jdlite.decoding.session import Session
 from jdlite.drafters.adapld import AdaPLD
 from jdlite.drafters.base import AGREED, MODEL, Drafter
@@ -102,6 +102,21 @@ def test_any_number_of_verified_nodes(name):
     for group in PROMPTS:
         result = run(drafter, PROMPTS[group], max_new=NEW, counts=variants(drafter.max_nodes))
         assert result.tokens == expected(group), group
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
+def test_a_draft_that_is_too_dear_is_left_out_after_a_trial(name, sampling):
+    drafter, found = drafter_of(name), []
+    for draft in (0.0, 1000.0):
+        live = session(drafter, B)
+        live.costs = dataclasses.replace(live.costs, draft=draft)
+        live.append(PROMPTS["repetitive"])
+        found.append(live.decode(**options(B, sampling=sampling, max_new=NEW)))
+    free, dear = found
+    assert dear.tokens == free.tokens
+    own = [result.stats.accepted_from[:, [MODEL, AGREED]].sum() for result in found]
+    assert own[1] < own[0]
 
 
 def test_network_of_nans_is_plain_decoding():

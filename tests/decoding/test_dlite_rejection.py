@@ -122,15 +122,16 @@ def test_law_after_rollbacks_and_forks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["", "gain"])
-def test_choosing_how_many_to_verify(mistake):
-    """With costs that make the choice matter, what is verified still does not depend on what was drawn.
+@pytest.mark.parametrize(("mistake", "draft"), [("", 0.0), ("gain", 0.0), ("", 0.4)])
+def test_choosing_how_many_to_verify(mistake, draft):
+    """With costs that make the choice matter, what is verified still does not depend on what was drawn, and neither
+    does whether the network is run.
 
     One row at a time, since the choice is made for the batch as a whole.
     """
     drafter = drafter_of("paper", mistake)
     counts = variants(drafter.max_nodes)
-    costs = Costs(jnp.asarray(1 + 0.3 * (np.asarray(counts) - 1), jnp.float32), jnp.zeros(len(counts)), counts)
+    costs = Costs(jnp.asarray(1 + 0.3 * (np.asarray(counts) - 1), jnp.float32), jnp.zeros(len(counts)), counts, draft)
     found = []
     for seed in range(3000):
         live = live_session(drafter, batch=1, costs=costs)

@@ -19,6 +19,7 @@ from jdlite.decoding.policy import (
     MIN_GAIN,
     PRIOR_STRENGTH,
     Costs,
+    Earnings,
     Reliability,
     calibrate,
     cells,
@@ -27,7 +28,7 @@ from jdlite.decoding.policy import (
     variants,
 )
 from jdlite.decoding.tree import Tree
-from jdlite.drafters.base import SOURCES
+from jdlite.drafters.base import BRANCH, LEXICAL, MODEL, SOURCES
 from tests.decoding.test_loop import NEW, PROMPTS, future, greedy
 from tests.toys import CHUNK, VOCAB, chain, options, script, tiny_model
 
@@ -201,6 +202,82 @@ def test_costs():
     np.testing.assert_allclose(costs.at(jnp.float32(8)), [5, 4])
     np.testing.assert_allclose(Costs.free((1, 4)).at(jnp.float32(99)), [1, 1])
     np.testing.assert_allclose(Costs.typical((1, 4, 11)).at(jnp.float32(0)), [1, 1.18, 1.6], rtol=1e-6)
+
+
+# Whether a network is worth running.
+
+
+def played(rounds, draft, offered, *, rows=2, others=0.0, surplus=0.0, active=None):
+    """Which of many rounds the network ran in. `offered(i)` says how many of its two drafts are accepted in round i,
+    and `others` how many tokens of another source are in each."""
+    source = jnp.tile(jnp.array([MODEL, MODEL, LEXICAL, LEXICAL, LEXICAL]), (rows, 1))
+    active = jnp.ones(rows, bool) if active is None else active
+    own = jnp.array([True, True, False, False, False])
+
+    @jax.jit
+    def step(earnings, accepted):
+        ran = earnings.worth_running(active, draft)
+        verified = jnp.broadcast_to((own & ran) | (~own & (others > 0)), source.shape)
+        hit = jnp.where(own, jnp.cumsum(own) <= accepted, jnp.cumsum(~own) <= others)
+        return earnings.update(source, verified, verified & hit, jnp.float32(surplus), ran, active), ran
+
+    earnings, ran = Earnings.zeros(rows), []
+    for i in range(rounds):
+        earnings, now = step(earnings, offered(i))
+        ran.append(bool(now))
+    return np.array(ran), earnings
+
+
+def test_a_network_that_earns_nothing_runs_now_and_then():
+    ran, _ = played(400, 0.2, lambda i: 0)
+    assert ran[:4].all(), "it is given a try"
+    assert 0.04 < ran[50:].mean() < 0.12
+
+
+def test_a_network_that_earns_more_than_it_costs_always_runs():
+    assert played(200, 0.3, lambda i: i % 2)[0].all()
+    assert played(200, 0.9, lambda i: 1)[0].all()
+
+
+def test_a_draft_that_costs_nothing_is_always_made():
+    assert played(100, 0.0, lambda i: 0, surplus=0.5)[0].all()
+
+
+def test_a_network_that_begins_to_earn_comes_back():
+    ran, _ = played(300, 0.2, lambda i: 2 * (i >= 200))
+    assert ran[100:200].mean() < 0.12
+    assert ran[240:].all()
+
+
+def test_success_of_the_others_makes_a_draft_dearer():
+    """Half a token per draft is worth 0.3 plain steps, but not where the other sources give three tokens a step."""
+    assert played(200, 0.3, lambda i: i % 2)[0].all()
+    assert played(200, 0.3, lambda i: i % 2, others=2)[0][50:].mean() < 0.5
+
+
+def test_verifying_its_nodes_is_charged_to_the_network():
+    assert played(200, 0.3, lambda i: i % 2, surplus=0.4)[0][50:].mean() < 0.5
+
+
+def test_rows_that_have_finished_count_for_nothing():
+    active = jnp.array([True, False])
+    ran, earnings = played(60, 0.2, lambda i: 0, active=active)
+    np.testing.assert_array_equal(ran, played(60, 0.2, lambda i: 0, rows=1)[0])
+    for sums in jax.tree.leaves(earnings):
+        assert sums[1] == 0
+
+
+def test_earnings_by_hand():
+    earnings = Earnings(*(jnp.array([x, x]) for x in (1.0, 2.0, 3.0, 4.0)))
+    source = jnp.array([[LEXICAL, MODEL, MODEL, LEXICAL, BRANCH]] * 2)
+    verified = jnp.array([[False, True, True, True, False]] * 2)
+    accepted = jnp.array([[False, True, False, False, False]] * 2)
+    after = earnings.update(source, verified, accepted, jnp.float32(0.6), jnp.array(True), jnp.array([True, False]))
+    # Two of three verified nodes are the network's, so it bears two thirds of the surplus.
+    np.testing.assert_allclose(after.earned, [0.98 + 1 - 0.4, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(after.run, [2 * 0.98 + 1, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(after.others, [3 * 0.98, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(after.rounds, [4 * 0.98 + 1, 4.0], rtol=1e-6)
 
 
 # In the loop.
