@@ -200,13 +200,16 @@ def load_costs(target: Target, drafter: Drafter, budget: str, batch: int, folder
         options: for `jdlite.calibrate`.
     """
     from jdlite.api import calibrate, resolve_costs
-    from jdlite.decoding.costs import costs_file
+    from jdlite.decoding.costs import costs_file, draft_file
     from jdlite.decoding.policy import NODE_COUNTS, variants
 
     counts = variants(drafter.max_nodes)
     if budget != "auto" or counts == (1,):
         return resolve_costs(target, drafter, batch, "full" if counts == (1,) else budget)
-    if costs_file(folder, target.model, batch).exists():
+    network = drafter.fit(target.model).network
+    files = [costs_file(folder, target.model, batch)]
+    files += [] if network is None else [draft_file(folder, target.model, network, batch)]
+    if all(file.exists() for file in files):
         return calibrate(target, drafter, batch=batch, folder=folder, **options)
     with stage("Measuring what forwards cost here (once per machine and model)") as update:
         total, done = 2 * len(NODE_COUNTS) * (options.get("repeats", 5) + 1), 0

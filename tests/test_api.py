@@ -13,10 +13,13 @@ from jdlite import api
 from jdlite.checkpoints.target import Target
 from jdlite.decoding.policy import Costs, variants
 from jdlite.decoding.sampling import Sampling
+from jdlite.drafters.dlite import DLiteDrafter
+from jdlite.drafters.hybrid import Hybrid
 from jdlite.drafters.plain import Plain
 from jdlite.drafters.registry import DRAFTERS, make_drafter
 from jdlite.errors import CapacityError, ConfigError, JdliteError, PromptError
 from tests.decoding import oracle
+from tests.learnt import learnt
 from tests.toys import VOCAB, tiny_model
 
 LETTERS = "abcdefghijklm"
@@ -231,6 +234,23 @@ def test_cost_tables(target, tmp_path, monkeypatch):
     assert jdlite.calibrate(target, "plain").counts == (1,)
     table = Costs(jnp.ones(2), jnp.zeros(2), counts)
     assert api.resolve_costs(target, drafter, 1, table) is table
+
+
+def test_the_draft_of_a_network_is_measured_once(target, tmp_path, monkeypatch):
+    """Alone or in a hybrid, and used by `auto` from then on."""
+    monkeypatch.setattr(api, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(api, "measure_costs", lambda *a, **k: Costs(jnp.ones(2), jnp.zeros(2), (1, 4)))
+    dlite = DLiteDrafter(model=learnt(VOCAB))
+    hybrid = Hybrid(make_drafter("pld"), dlite)
+    assert api.resolve_costs(target, dlite, 1, "auto").draft == 0
+    draft = jdlite.calibrate(target, dlite).draft
+    assert 0 < draft < np.inf
+    monkeypatch.setattr(api, "measure_draft", lambda *a, **k: pytest.fail("measured twice"))
+    for drafter in (dlite, hybrid):
+        assert jdlite.calibrate(target, drafter).draft == draft
+        assert api.resolve_costs(target, drafter, 1, "auto").draft == draft
+        assert api.resolve_costs(target, drafter, 1, "full").draft == 0
+    assert jdlite.calibrate(target, "pld").draft == 0
 
 
 def test_registry():

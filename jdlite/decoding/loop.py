@@ -205,7 +205,7 @@ def decode_round(
     room = state.capacity - state.lengths
     with jax.named_scope("draft"):
         cost = request.costs.at(jnp.max(state.lengths).astype(jnp.float32))
-        run_network = jnp.asarray(False)
+        run_network = jnp.asarray(True)
         if drafter.network is not None:
             run_network = state.earnings.worth_running(active, request.costs.draft / cost[0])
         here = context(model, state, state.lengths, request, progress.prompt_lengths, run_network)

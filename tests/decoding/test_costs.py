@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdlite.decoding.costs import costs_file, load_costs, measure_costs, save_costs
+from jdlite.decoding.costs import costs_file, draft_file, load_costs, load_draft, measure_costs, save_costs, save_draft
 from jdlite.decoding.policy import Costs
-from tests.toys import tiny_model
+from jdlite.drafters.dlite import DLiteDrafter
+from tests.learnt import config
+from tests.models.dlite_models import random_model
+from tests.toys import VOCAB, tiny_model
 
 COSTS = Costs(jnp.array([1.0, 1.25, 3.5]), jnp.array([0.0, 1e-5, 0.3]), (1, 4, 39))
 
@@ -79,6 +82,35 @@ def test_file_name_tells_apart_what_costs_differently(tmp_path):
     }
     assert len(names) == 3
     assert costs_file(tmp_path, tiny_model(seed=5), 1) in names, "weights do not matter"
+
+
+def test_draft_file_tells_apart_what_costs_differently(tmp_path):
+    model, network = tiny_model(), random_model(config(VOCAB))
+    drafters = [
+        DLiteDrafter(model=network),
+        DLiteDrafter(model=network, mode="rejection"),
+        DLiteDrafter(model=random_model(config(VOCAB, block_size=3))),
+        DLiteDrafter(model=random_model(config(VOCAB, rank=5))),
+    ]
+    names = {draft_file(tmp_path, model, drafter, batch) for drafter in drafters for batch in (1, 2)}
+    assert len(names) == 8
+    again = DLiteDrafter(model=random_model(config(VOCAB), seed=3))
+    assert draft_file(tmp_path, model, again, 1) in names, "weights do not matter"
+
+
+def test_draft_round_trip(tmp_path):
+    path = tmp_path / "deep" / "draft.json"
+    assert load_draft(path) is None
+    save_draft(path, 0.25)
+    assert load_draft(path) == 0.25
+    assert os.listdir(path.parent) == ["draft.json"], "no temporary file is left"
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", "{}", '{"draft": null}', '{"draft": -1}', '{"draft": NaN}'])
+def test_damaged_draft_file_is_none(tmp_path, content):
+    path = tmp_path / "draft.json"
+    path.write_text(content)
+    assert load_draft(path) is None
 
 
 def test_measured_costs_are_usable():
