@@ -186,6 +186,7 @@ def _regenerate(config: TrainConfig, target: Target) -> None:
 
 
 def _run_phase(config: TrainConfig, target: Target, phase: Phase, until: str | None, after: str | None) -> Outcome:
+    from jdlite.training.metrics import FILE, read_lines
     from jdlite.training.report import write_report
     from jdlite.training.trainer import PhaseRun, Report
 
@@ -204,7 +205,8 @@ def _run_phase(config: TrainConfig, target: Target, phase: Phase, until: str | N
             outcome = run.run(until)
         finally:
             run.close()
-    if outcome.step:
+    # A run that was stopped early may have no line of metrics yet.
+    if read_lines(run.folder / FILE):
         path = write_report(Path(config.folder).expanduser())
         best = (
             f"best tau {outcome.best[0]:.3f} at step {outcome.best[1]}, in {run.folder / 'best'}; "

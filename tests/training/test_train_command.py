@@ -1,5 +1,6 @@
 """The command lines: training from prompts to a drafter, dry runs, and looking into what came out."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -80,6 +81,17 @@ def test_stage_stable_needs_its_warm_up(run, capsys):
     assert call(run, "--stage", "regenerate") == 0
     assert call(run, "--stage", "stable") == 2
     assert "run --stage teacher first" in capsys.readouterr().err
+
+
+def test_stopped_before_the_first_line_of_metrics(run, capsys, monkeypatch):
+    assert call(run, "--stage", "regenerate") == 0
+    monkeypatch.setattr(train, "_stop_on_signals", lambda: contextlib.nullcontext(lambda: True))
+    quiet = ("--stage", "single-stage", "evaluation.log_every=2")
+    assert call(run, *quiet) == train.STOPPED
+    assert "stopped at step 1 of 2 of the single, which is saved; run the same command" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert call(run, *quiet) == 0
+    assert "2/2 single-stage: loss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
