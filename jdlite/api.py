@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import platformdirs
 
@@ -104,7 +105,7 @@ def resolve_costs(target: Target, drafter: Drafter, batch: int, budget: str | Co
         stored = load_costs(costs_file(folder, target.model, batch))
         costs = Costs.typical(counts) if stored is None else stored.resample(counts)
         draft = None if network is None else load_draft(draft_file(folder, target.model, network, batch))
-        return costs if draft is None else dataclasses.replace(costs, draft=draft)
+        return costs if draft is None else dataclasses.replace(costs, draft=jnp.float32(draft))
     raise ConfigError(f'budget must be "auto", "full" or a Costs table: got {budget!r}.')
 
 
@@ -140,7 +141,7 @@ def calibrate(
     if draft is None:
         draft = measure_draft(target.model, network, batch=batch)
         save_draft(path, draft)
-    return dataclasses.replace(costs, draft=draft)
+    return dataclasses.replace(costs, draft=jnp.float32(draft))
 
 
 def decode(

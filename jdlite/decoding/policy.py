@@ -55,7 +55,7 @@ class Costs:
     fixed: Float[Array, " n"]
     per_token: Float[Array, " n"]
     counts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    draft: float | Float[Array, ""] = 0.0
+    draft: float | Float[Array, ""] = dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.float32))
 
     @classmethod
     def free(cls, counts: tuple[int, ...]) -> Costs:
