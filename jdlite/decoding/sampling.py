@@ -319,7 +319,10 @@ def _truncated(x: Float[Array, "B N V"], sampling: SamplingArrays) -> Float[Arra
         x = jnp.where(x < kth, -jnp.inf, x)
     if sampling.uses_top_p:
         tail = _column(sampling.tail)
-        border, below, share = _top_p_border(x, tail) if top is None else _top_p_border_of_few(x, top, kth, tail)
+        if top is None or kth is None:
+            border, below, share = _top_p_border(x, tail)
+        else:
+            border, below, share = _top_p_border_of_few(x, top, kth, tail)
         equal = x == border
         ties = equal.sum(axis=-1, keepdims=True, dtype=jnp.int32)
         removed = jnp.floor((tail - below) / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)).astype(jnp.int32)
