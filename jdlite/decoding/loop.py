@@ -205,9 +205,9 @@ def decode_round(
     room = state.capacity - state.lengths
     with jax.named_scope("draft"):
         cost = request.costs.at(jnp.max(state.lengths).astype(jnp.float32))
-        run_network = jnp.asarray(True)
+        earnings, run_network = state.earnings, jnp.asarray(True)
         if drafter.network is not None:
-            run_network = state.earnings.worth_running(active, request.costs.draft / cost[0])
+            run_network = earnings.worth_running(active, request.costs.draft / cost[0])
         here = context(model, state, state.lengths, request, progress.prompt_lengths, run_network)
         proposal = drafter.propose(state.memory, here)
         tree = Tree.from_parents(proposal.parents, proposal.valid)
@@ -273,9 +273,11 @@ def decode_round(
         parent_on_path = jnp.take_along_axis(taken.on_path, tree.parents, axis=1)
         drafts = jnp.arange(drafter.max_nodes) > 0
         reliability = state.reliability.update(cell, verified & parent_on_path & drafts, taken.on_path, active)
-        earnings = state.earnings.update(
-            proposal.source, verified & drafts, taken.on_path & drafts, cost[choice] / cost[0] - 1, run_network, active
-        )
+        if drafter.network is not None:
+            surplus = cost[choice] / cost[0] - 1
+            earnings = earnings.update(
+                proposal.source, verified & drafts, taken.on_path & drafts, surplus, run_network, active
+            )
         stats = progress.stats.update(
             active=active,
             verified=verified,

@@ -227,12 +227,13 @@ def swept_attention(
         return jax.lax.fori_loop(0, blocks, sweep, carry)
 
     if S:
-        sweep_blocks = lambda block: partial(sweep_cache, block=block)  # noqa: E731
         on_cpu = min(CACHE_BLOCK, max(CPU_CACHE_BLOCK, CPU_CACHE_SLOTS // B))
         if on_cpu == CACHE_BLOCK:
             carry = sweep_cache(carry, CACHE_BLOCK)
         else:
-            carry = jax.lax.platform_dependent(carry, cpu=sweep_blocks(on_cpu), default=sweep_blocks(CACHE_BLOCK))
+            carry = jax.lax.platform_dependent(
+                carry, cpu=partial(sweep_cache, block=on_cpu), default=partial(sweep_cache, block=CACHE_BLOCK)
+            )
     total, norm, _ = carry
     out = (total / norm).astype(q.dtype)
     return out.reshape(B, G, repeats, N, h).transpose(0, 3, 1, 2, 4).reshape(B, N, H, h)
