@@ -71,6 +71,17 @@ def _platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def kernels_to_run() -> tuple[str, ...]:
+    """Names of the kernels that `with_kernel` tries where this is called, in order; none if own code is to run."""
+    if _forced.value is None:
+        platform = _platform()
+        names = PREFERRED.get(platform, ()) if platform in PROVEN and jax.device_count() == 1 else ()
+    else:
+        names = _forced.value
+    # The caller's code stands for the reference.
+    return tuple(takewhile(lambda name: name != REFERENCE, names))
+
+
 def with_kernel(own: Callable[..., Any], operation: Callable[..., Any], *args) -> Any:
     """`operation(*args, backend=names)` where kernels are to run and one of them can serve, else `own(*args)`.
 
@@ -86,21 +97,17 @@ def with_kernel(own: Callable[..., Any], operation: Callable[..., Any], *args) -
     Returns:
         What the chosen one returned; both must give the same shapes and dtypes.
     """
-    forced = _forced.value
-    platform = _platform()
-    names = (PREFERRED.get(platform, ()) if platform in PROVEN else ()) if forced is None else forced
-    # The caller's code stands for the reference.
-    names = tuple(takewhile(lambda name: name != REFERENCE, names))
-    if not names or (forced is None and jax.device_count() > 1):
+    names = kernels_to_run()
+    if not names:
         return own(*args)
 
     def kernel(*args):
         return operation(*args, backend=names)
 
     try:
-        if forced is not None:
+        if _forced.value is not None:
             return kernel(*args)
-        return jax.lax.platform_dependent(*args, default=own, **{_LOWERED_AS[platform]: kernel})
+        return jax.lax.platform_dependent(*args, default=own, **{_LOWERED_AS[_platform()]: kernel})
     except NotImplementedError:
         return own(*args)
 

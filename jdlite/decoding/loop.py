@@ -10,33 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jdlite.decoding import policy
-from jdlite.decoding.accept import Acceptance, rejection, sample_and_match, walk
-from jdlite.decoding.penalties import History, node_history
-from jdlite.decoding.sampling import (
-    ACCEPT,
-    RESIDUAL,
-    any_nan,
-    draw,
-    gumbel,
-    log_probs,
-    noise_key,
-    processed_logits,
-)
+from jdlite.decoding.penalties import History
 from jdlite.decoding.state import DecodeState, Progress, Request, context
 from jdlite.decoding.stats import Stats
 from jdlite.decoding.stops import Finish, cut, recent_tokens
 from jdlite.decoding.tree import Tree, order_by_gain
-from jdlite.drafters.base import Drafter, Observation, Proposal
+from jdlite.decoding.verify import Verified, top_ids, verify
+from jdlite.drafters.base import Drafter, Observation
 from jdlite.models.decoder import Decoder
 
 # Nodes for which the LM head runs at once in prefill; bounds the [rows, V] array.
 HEAD_ROWS = 256
-
-
-def _top_ids(logits: jax.Array, k: int) -> Int[Array, "B N k"]:
-    if not k:
-        return jnp.zeros((*logits.shape[:2], 0), jnp.int32)
-    return jax.lax.top_k(logits, k)[1].astype(jnp.int32)
 
 
 def _chunked_top_ids(model: Decoder, hidden: jax.Array, k: int) -> Int[Array, "B T k"]:
@@ -47,7 +31,7 @@ def _chunked_top_ids(model: Decoder, hidden: jax.Array, k: int) -> Int[Array, "B
     piece = max(1, min(T, HEAD_ROWS // B))
     padded = jnp.pad(hidden, ((0, 0), (0, -T % piece), (0, 0)))
     pieces = padded.reshape(B, -1, piece, D).swapaxes(0, 1)
-    ids = jax.lax.map(lambda x: _top_ids(model.logits(x), k), pieces)
+    ids = jax.lax.map(lambda x: top_ids(model.logits(x), k), pieces)
     return ids.swapaxes(0, 1).reshape(B, -1, k)[:, :T]
 
 
@@ -129,73 +113,6 @@ def start(
     return Progress(finish, max_new_tokens.astype(jnp.int32), state.lengths, history, stats)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Verified:
-    """What the verify forward of any number of nodes gives back, padded to the drafter's N."""
-
-    acceptance: Acceptance
-    broken: jax.Array  # [B, N] bool, nodes whose logits are not numbers
-    taps: tuple[jax.Array, ...]
-    top_ids: jax.Array
-    k: jax.Array
-    v: jax.Array
-
-
-def _verify(
-    n: int,
-    model: Decoder,
-    drafter: Drafter,
-    state: DecodeState,
-    request: Request,
-    progress: Progress,
-    proposal: Proposal,
-    tree: Tree,
-) -> _Verified:
-    """Run the first n nodes through the target and accept."""
-    N, P = drafter.max_nodes, drafter.max_depth + 1
-    needs = drafter.needs(model.config.num_layers)
-    sampling = request.sampling
-    tree, tokens = tree.first(n), proposal.tokens[:, :n]
-    with jax.named_scope(f"verify_{n}"):
-        positions = (state.lengths - 1)[:, None] + tree.depth
-        out = model(tokens, positions, tree.ancestors, state.cache, needs.taps)
-        logits = model.logits(out.hidden)
-    history = progress.history
-    if history is not None:
-        history = node_history(history, tokens, tree.ancestors)
-    generated = (state.lengths - progress.prompt_lengths)[:, None] + tree.depth
-    if proposal.log_q is not None:
-        processed = processed_logits(logits, sampling, history=history, generated=generated)
-        keys = request.keys
-        each = lambda f: jax.vmap(jax.vmap(f, (None, 0)))(keys, positions)  # noqa: E731
-        # Node i is decided on with the noise of its own position, and draws the token of the next.
-        uniforms = each(lambda key, at: jax.random.uniform(noise_key(key, at, ACCEPT)))
-        noise = each(lambda key, at: gumbel(noise_key(key, at + 1, RESIDUAL), processed.shape[-1]))
-        acceptance = rejection(tree, tokens, log_probs(processed, sampling), proposal.log_q[:, :n], uniforms, noise, P)
-    elif sampling.stochastic and n > 1:
-
-        def draw_at(node: Int[Array, " B"]) -> Int[Array, " B"]:
-            at = lambda x: jnp.take_along_axis(x, node.reshape(-1, *[1] * (x.ndim - 1)), axis=1)  # noqa: E731
-            own = None if history is None else history.at_node(node)
-            processed = processed_logits(at(logits), sampling, history=own, generated=at(generated))
-            return draw(processed, request.keys, at(positions) + 1, sampling)[:, 0]
-
-        acceptance = walk(tree, tokens, draw_at, P)
-    else:
-        processed = processed_logits(logits, sampling, history=history, generated=generated)
-        acceptance = sample_and_match(tree, tokens, draw(processed, request.keys, positions + 1, sampling), P)
-    pad = lambda x, axis: jnp.pad(x, [(0, N - n if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
-    return _Verified(
-        acceptance=dataclasses.replace(acceptance, on_path=pad(acceptance.on_path, 1)),
-        broken=pad(any_nan(logits), 1),
-        taps=tuple(pad(t, 1) for t in out.taps),
-        top_ids=pad(_top_ids(logits, needs.top_k), 1),
-        k=pad(out.k, 3),
-        v=pad(out.v, 3),
-    )
-
-
 def decode_round(
     model: Decoder, drafter: Drafter, state: DecodeState, request: Request, progress: Progress
 ) -> tuple[DecodeState, Progress]:
@@ -236,8 +153,8 @@ def decode_round(
             tree = Tree.from_parents(proposal.parents, proposal.valid)
         choice = policy.choose(jnp.where(tree.valid, proposal.gain, 0.0), active, cost, counts)
 
-    branches = [partial(_verify, n, model, drafter, state, request, progress, proposal, tree) for n in counts]
-    out: _Verified = branches[0]() if len(branches) == 1 else jax.lax.switch(choice, list(branches))
+    branches = [partial(verify, n, model, drafter, state, request, progress, proposal, tree) for n in counts]
+    out: Verified = branches[0]() if len(branches) == 1 else jax.lax.switch(choice, list(branches))
 
     with jax.named_scope("commit"):
         taken = out.acceptance
@@ -287,6 +204,7 @@ def decode_round(
             kept=kept,
             variant=choice,
             forwards=1 + extra_forwards,
+            fused=out.fused,
         )
     history = None if progress.history is None else progress.history.update(taken.emitted, kept)
     state = dataclasses.replace(new, memory=memory, reliability=reliability, earnings=earnings)

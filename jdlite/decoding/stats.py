@@ -28,6 +28,8 @@ class Stats:
         accepted_at: `[B, P - 1]`, rounds in which at least d + 1 drafted tokens were accepted and kept, by d.
         accepted_from: `[B, sources]`, accepted and kept tokens by where they came from (`drafters.base.SOURCES`).
         uses: `[n]`, forwards by compiled number of nodes (`policy.variants`).
+        fused_heads: forwards whose LM head and choice of tokens were one kernel (docs/kernels.md). What a kernel cannot
+            do exactly, such as top-p or penalties, is done over all logits and not counted here.
         log: `[B, R, 3]`, for each of the first R rounds of a row: nodes verified (anchor included), drafts accepted,
             tokens emitted. R is 0 unless asked for.
     """
@@ -39,6 +41,7 @@ class Stats:
     accepted_at: Int[Numbers, "B D"]
     accepted_from: Int[Numbers, "B C"]
     uses: Int[Numbers, " n"]
+    fused_heads: Int[Numbers, ""]
     log: Int[Numbers, "B R 3"]
 
     @classmethod
@@ -52,6 +55,7 @@ class Stats:
             accepted_at=zeros(batch, path_length - 1),
             accepted_from=zeros(batch, len(SOURCES)),
             uses=zeros(variants),
+            fused_heads=zeros(),
             log=zeros(batch, log_rounds, 3),
         )
 
@@ -66,6 +70,7 @@ class Stats:
         kept: Int[Array, " B"],
         variant: Int[Array, ""],
         forwards: int = 1,
+        fused: Bool[Array, ""] | bool = False,
     ) -> Stats:
         """Count one round.
 
@@ -78,6 +83,7 @@ class Stats:
             kept: tokens emitted after cutting.
             variant: index of the compiled number of nodes that ran.
             forwards: passes of the target in this round.
+            fused: whether a kernel was the LM head of the forward that was verified.
         """
         B, P = path.shape
         one = active.astype(jnp.int32)
@@ -99,5 +105,6 @@ class Stats:
             accepted_at=self.accepted_at + here,
             accepted_from=self.accepted_from + jnp.sum(sources * here[..., None], axis=1),
             uses=uses.at[variant].add(1),
+            fused_heads=self.fused_heads + jnp.asarray(fused, jnp.int32),
             log=log,
         )

@@ -127,6 +127,11 @@ class Decoder(nnx.Module):
         """Dtype of parameters and activations."""
         return self.embed.weight[...].dtype
 
+    @property
+    def head_weight(self) -> Float[Array, "V D"]:
+        """Weight of the LM head; the embedding table where the two are tied."""
+        return self.embed.weight[...] if self.lm_head is None else self.lm_head.weight[...]
+
     def init_cache(self, batch: int, capacity: int, dtype=None) -> KVCache:
         """An empty cache for `batch` rows of `capacity` slots, in `dtype` (default: the model's)."""
         c = self.config
@@ -183,5 +188,4 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B N D"]) -> Float[Array, "B N V"]:
         """Next-token logits in float32 for final-normed states."""
-        weight = self.embed.weight[...] if self.lm_head is None else self.lm_head.weight[...]
-        return project(hidden, weight).astype(jnp.float32)
+        return project(hidden, self.head_weight).astype(jnp.float32)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jdlite.errors import ConfigError
 from jdlite.models.dlite_config import DLiteConfig
 from jdlite.models.layers import Linear, project
+from pallas_kernels.low_rank_head.types import HeadWeights
 
 # Picks the next token of each row: (float32 logits [B, V], step) -> (tokens [B], anything to keep per step).
 Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -48,6 +49,18 @@ class SequentialHead(nnx.Module):
         self.mix = Linear(R + D, R if own else D, bias=True, axes=(None, None), **shared)
         self.output = Linear(R, V, bias=False, axes=("vocab", None), **shared) if own else None
         self.rank = R
+
+    def weights(self) -> HeadWeights:
+        """The parameters of a head with an output matrix, as `pallas_kernels.low_rank_head` takes them."""
+        assert self.output is not None
+        return HeadWeights(
+            embed=self.prev_embedding[...],
+            state_weight=self.state_proj.weight[...],
+            state_bias=self._bias(self.state_proj),
+            mix_weight=self.mix.weight[...],
+            mix_bias=self._bias(self.mix),
+            output=self.output.weight[...],
+        )
 
     def start(self, tokens: Int[Array, "B A"]) -> Float[Array, "B R"]:
         """State before the first draft: zero, or one step from zero on the token before the anchor when A > 1.

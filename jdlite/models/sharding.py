@@ -117,10 +117,18 @@ def placement(mesh: Mesh, rules: Rules = DEFAULT_RULES):
     return place
 
 
+def _put(value: Any, sharding: NamedSharding) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    return jax.device_put(value, sharding)
+
+
 def shard_model(model: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
     """A copy of an NNX module whose parameters lie on the mesh, by the `axes` metadata of each parameter.
 
-    Parameters without that metadata are replicated. Everything is checked before anything is moved.
+    Parameters without that metadata are replicated. Everything is checked before anything is moved. Of a module of
+    shapes (`nnx.eval_shape`) the shapes name their sharding, which is what compiling for devices that are not there
+    takes.
 
     Args:
         model: a `Decoder`, or any module whose parameters carry `axes`.
@@ -142,12 +150,12 @@ def shard_model(model: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
         value = leaf.get_value()
         axes = leaf.get_metadata().get("axes") or (None,) * value.ndim
         flat.append((path, leaf, value, place(".".join(map(str, path)), axes, value.shape)))
-    moved = [(path, leaf.replace(jax.device_put(value, sharding))) for path, leaf, value, sharding in flat]
+    moved = [(path, leaf.replace(_put(value, sharding))) for path, leaf, value, sharding in flat]
     return nnx.merge(graph, nnx.from_flat_state(moved))
 
 
 def shard_cache(cache: KVCache, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> KVCache:
-    """The cache on the mesh: rows by the rule of `batch`, heads by the rule of `kv_heads`.
+    """The cache, or its shapes, on the mesh: rows by the rule of `batch`, heads by the rule of `kv_heads`.
 
     Raises:
         ConfigError: see `spec_for`.
@@ -156,7 +164,7 @@ def shard_cache(cache: KVCache, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> KVC
     _check_mesh(mesh)
 
     def put(value, axes, name):
-        return jax.device_put(value, NamedSharding(mesh, spec_for(axes, value.shape, mesh, rules, name=name)))
+        return _put(value, NamedSharding(mesh, spec_for(axes, value.shape, mesh, rules, name=name)))
 
     return dataclasses.replace(
         cache,

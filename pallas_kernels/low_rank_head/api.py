@@ -13,7 +13,7 @@ from pallas_kernels.low_rank_head import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.low_rank_head.mosaic_tpu import PackedHead
 from pallas_kernels.low_rank_head.types import Drafts, HeadWeights, quantise
 
-__all__ = ["Drafts", "HeadWeights", "PackedHead", "low_rank_head", "prepare", "quantise"]
+__all__ = ["Drafts", "HeadWeights", "PackedHead", "low_rank_head", "output_logits", "prepare", "quantise"]
 
 
 def _reference(weights, *args):
@@ -105,6 +105,16 @@ def low_rank_head(
     if temperature is not None and keys is None:
         raise ConfigError("A temperature was given and no keys to draw with; pass keys, or leave out the temperature.")
     return dispatch("low_rank_head", _BACKENDS, backend, weights, hidden, anchor, state, keys, temperature)
+
+
+def output_logits(weights: HeadWeights | PackedHead, u: Float[Array, "*B R"]) -> Float[Array, "*B V"]:
+    """`W_o u` in float32: the logits that `low_rank_head` chose a token from, of its `u`.
+
+    Args:
+        weights: as stored, or from `prepare`.
+        u: `Drafts.u`, or some of it.
+    """
+    return mosaic_tpu.logits(weights, u) if isinstance(weights, PackedHead) else reference.logits(weights, u)
 
 
 def _check(what: str, given: dict, wanted: dict) -> None:

@@ -106,6 +106,14 @@ def _dot(x, weight):
     return jax.lax.dot_general(x, weight, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def logits(weights: PackedHead, u: Float[Array, "*B R"]) -> Float[Array, "*B V"]:
+    """`W_o u` in float32."""
+    out = _dot(u, weights.output.astype(u.dtype))
+    if weights.output_scale is not None:
+        out = out * weights.output_scale[0]
+    return out[..., : weights.vocab]
+
+
 def _kernel(first, *refs, vocab, group, sampled, scaled):
     """One tile of the vocabulary in one step; `first` are the anchors in scalar memory."""
     names = ["state_in", "hidden", "gates_state", "gates_embed", "gates_bias", "mix_state", "output", "embed"]

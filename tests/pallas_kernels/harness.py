@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from typing import Any
 
 import jax
 import pytest
@@ -36,17 +37,17 @@ def lowers_for_tpu(function, *args) -> str:
 
 
 @functools.cache
-def tpu_device(topology: str):
-    """A TPU to compile for, from libtpu; the test is skipped where that is not installed."""
+def tpu_devices(topology: str) -> tuple[Any, ...]:
+    """TPUs to compile for, from libtpu; the test is skipped where that is not installed."""
     pytest.importorskip("libtpu", reason="libtpu is not installed")
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
 def compile_for_tpu(function, topology: str, *args, donate_argnums=()):
     """`function` compiled for one chip of `topology`; `args` may be shapes only."""
-    where = jax.sharding.SingleDeviceSharding(tpu_device(topology))
+    where = jax.sharding.SingleDeviceSharding(tpu_devices(topology)[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     return jax.jit(function, donate_argnums=donate_argnums).lower(*placed).compile()
 

@@ -25,7 +25,7 @@ from tests.pallas_kernels.harness import (
     compile_for_tpu,
     copies_of,
     lowers_for_tpu,
-    tpu_device,
+    tpu_devices,
     tpu_interpreter,
 )
 
@@ -370,7 +370,7 @@ class TestMosaicTpu(HeadCases):
     def test_compiles_without_copying_a_tied_weight_in_row_major_order(self, topology):
         from jax.experimental.layout import Format, Layout
 
-        where = jax.sharding.SingleDeviceSharding(tpu_device(topology))
+        where = jax.sharding.SingleDeviceSharding(tpu_devices(topology)[0])
         weight, *rest = shapes(49_152, 576, 1, 40, jnp.bfloat16, 0.0)
         rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), rest)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jdlite
 from jdlite.decoding.request import make_request
+from jdlite.decoding.sampling import GREEDY, Sampling
 from jdlite.drafters.adapld import AdaPLD
 from jdlite.drafters.dlite import DLiteDrafter
 from jdlite.drafters.lookup import PromptLookup
@@ -19,19 +23,25 @@ from jdlite.models.decoder import Decoder
 from jdlite.models.dlite import DLite
 from jdlite.models.dlite_config import DLiteConfig
 from jdlite.models.layers import cached_attention, swept_attention
+from jdlite.models.sharding import make_mesh, shard_cache, shard_model
 from pallas_kernels import backends
 from pallas_kernels.backends import candidates, dispatch, use_backend, with_kernel
+from pallas_kernels.low_rank_head.api import output_logits
 from tests.fresh_process import run_script
-from tests.pallas_kernels.harness import compile_for_tpu, copies_of, lowers_for_tpu, tpu_interpreter
+from tests.learnt import config, learnt
+from tests.models.dlite_models import random_model
+from tests.pallas_kernels.harness import compile_for_tpu, copies_of, lowers_for_tpu, tpu_devices, tpu_interpreter
 from tests.toys import options, session, tiny_model
 
 CHIP = "v6e:2x2"
 WIDE = {"head_dim": 64}  # the narrowest heads that the kernels take
+DRAFTED = 16  # tokens of a vocabulary whose toy drafter has a rank that the kernels take
 
 
 def custom_calls(text: str) -> dict[str, int]:
     """How often each kernel of the decoder stands in a lowered or compiled text."""
-    return {name: text.count(f'kernel_name = "{name}"') for name in ("tree_attention", "commit_cache")}
+    names = ("low_rank_head", "tree_attention", "verify_head", "commit_cache")
+    return {name: text.count(f'kernel_name = "{name}"') for name in names if f'kernel_name = "{name}"' in text}
 
 
 def plain_step(model, tokens, cache):
@@ -42,11 +52,11 @@ def plain_step(model, tokens, cache):
     return model.logits(out.hidden), cache.commit(out.k, out.v, path, jnp.ones(B, jnp.int32))
 
 
-def round_of(model, drafter, batch, capacity):
+def round_of(model, drafter, batch, capacity, sampling=GREEDY):
     """Arguments of `one_round`, as shapes; those of model and drafter may be shapes too."""
     state = jax.eval_shape(lambda model, drafter: jdlite.init_state(model, drafter, batch, capacity), model, drafter)
     costs = jdlite.Costs.free((drafter.max_nodes,))
-    request = make_request(model, drafter, batch, costs=costs)
+    request = make_request(model, drafter, batch, costs=costs, sampling=sampling)
     budget = jnp.full(batch, 8, jnp.int32)
     progress = jax.eval_shape(jdlite.start, model, drafter, state, request, budget)
     return model, drafter, state, request, progress
@@ -156,15 +166,30 @@ def test_without_a_name_a_cpu_traces_the_callers_code_and_nothing_else():
 # Running.
 
 
-@pytest.mark.parametrize("drafter", [PromptLookup(), AdaPLD()], ids=lambda drafter: drafter.name)
-def test_decoding_gives_the_same_tokens(drafter):
-    model = tiny_model(**WIDE)
+def dlite(mode="match", **options) -> DLiteDrafter:
+    """Of a rank that the kernel takes."""
+    return DLiteDrafter(model=learnt(DRAFTED, **options), mode=mode)
+
+
+# Models with wide heads run the kernels of attention and commit too, and cost more in the interpreter.
+@pytest.mark.parametrize(
+    ("drafter", "wide", "sampling"),
+    [
+        (PromptLookup(), WIDE, GREEDY),
+        (AdaPLD(), WIDE, GREEDY),
+        (dlite(), {}, [Sampling(temperature=0.7), GREEDY]),
+        (dlite("rejection", anchor_group_size=2), {}, [Sampling(temperature=0.7), GREEDY]),
+    ],
+    ids=["pld", "adapld", "dlite", "rejection"],
+)
+def test_decoding_gives_the_same_tokens(drafter, wide, sampling):
+    model = tiny_model(DRAFTED, **wide)
     prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 5, 6, 5, 6, 5, 6, 5, 7, 1]]
 
     def decode():
         talk = session(drafter, 2, model=model)
         talk.append(prompts)
-        result = talk.decode(**options(2, max_new=[14, 9]))
+        result = talk.decode(**options(2, max_new=[14, 9], sampling=sampling))
         return result, talk.state.cache
 
     expected, cache = decode()
@@ -173,18 +198,61 @@ def test_decoding_gives_the_same_tokens(drafter):
     assert result.tokens == expected.tokens
     assert [len(row) for row in result.tokens] == [14, 9]
     assert result.tau == expected.tau > 1
+    np.testing.assert_array_equal(result.stats.accepted_from, expected.stats.accepted_from)
+    # Exact rejection needs the target's whole law, which no kernel gives.
+    fused = 0 if drafter.samples else int(result.stats.forwards)
+    assert (int(result.stats.fused_heads), int(expected.stats.fused_heads)) == (fused, 0)
     np.testing.assert_array_equal(written.lengths, cache.lengths)
     for b, length in enumerate(cache.lengths):
         np.testing.assert_allclose(written.k[:, b, :, :length], cache.k[:, b, :, :length], atol=1e-4)
         np.testing.assert_allclose(written.v[:, b, :, :length], cache.v[:, b, :, :length], atol=1e-4)
 
 
-def test_both_kernels_are_in_the_program_of_a_round():
-    model, drafter = tiny_model(**WIDE), PromptLookup()
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=1.0, top_p=0.7), Sampling(repetition_penalty=1.2), Sampling(banned_ids=(3,))],
+    ids=["top_p", "penalty", "ban"],
+)
+def test_what_a_kernel_cannot_do_exactly_is_done_without_it(sampling):
+    args = round_of(tiny_model(**WIDE), PromptLookup(), 2, 48, sampling=sampling)
     with use_backend("mosaic_tpu"):
-        text = lowers_for_tpu(one_round, *round_of(model, drafter, 2, 48))
+        assert custom_calls(lowers_for_tpu(one_round, *args)) == {"tree_attention": 2, "commit_cache": 1}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "calls"),
+    [
+        (PromptLookup(), {"tree_attention": 2, "verify_head": 1, "commit_cache": 1}),
+        (dlite(), {"low_rank_head": 1, "tree_attention": 2, "verify_head": 1, "commit_cache": 1}),
+        (dlite("rejection"), {"low_rank_head": 1, "tree_attention": 2, "commit_cache": 1}),
+        (dlite(head_output="lm_head"), {"tree_attention": 2, "verify_head": 1, "commit_cache": 1}),
+    ],
+    ids=["pld", "dlite", "rejection", "no low rank"],
+)
+def test_all_kernels_are_in_the_program_of_a_round(drafter, calls):
+    model = tiny_model(DRAFTED, **WIDE)
+    with use_backend("mosaic_tpu"):
+        text = lowers_for_tpu(one_round, *round_of(model, drafter.fit(model), 2, 48))
     # One verify forward of two layers: all that is drafted is verified, so only one width is compiled.
-    assert custom_calls(text) == {"tree_attention": 2, "commit_cache": 1}
+    assert custom_calls(text) == calls
+
+
+def test_the_heads_weights_are_packed_once_and_only_where_the_kernel_is_to_run():
+    model, drafter = tiny_model(DRAFTED, **WIDE), dlite()
+    assert drafter.fit(model).packed is None
+    with use_backend("mosaic_tpu"):
+        packed = drafter.fit(model).packed
+        odd = DLiteDrafter(model=random_model(config(DRAFTED, rank=12)))
+        assert odd.fit(model).packed is None, "a rank that the kernel refuses"
+    head = drafter.model.head
+    assert head.output is not None
+    assert packed is not None
+    np.testing.assert_array_equal(packed.output[:, :DRAFTED], head.output.weight[...].T)
+    u = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, DRAFTED)), jnp.float32)
+    np.testing.assert_allclose(output_logits(packed, u), head.logits(u), atol=1e-5)
+    np.testing.assert_allclose(output_logits(head.weights(), u), head.logits(u), atol=1e-5)
+    with use_backend("mosaic_gpu"):
+        assert drafter.fit(model).packed is None
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the Hopper kernels need JAX 0.12")
@@ -192,16 +260,18 @@ def test_both_hopper_kernels_are_in_the_program_of_a_round():
     args = round_of(tiny_model(**WIDE), PromptLookup(), 2, 48)
     with use_backend("mosaic_gpu"):
         text = jax.jit(one_round).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    # Two of attention and one commit.
     assert text.count("custom_call @mosaic_gpu") == 3
 
 
 def test_where_the_kernels_refuse_the_decoders_own_code_runs():
-    # Heads of 8 and a capacity of 43 are refused.
-    args = round_of(tiny_model(), PromptLookup(), 2, 43)
-    lowered = lambda: jax.jit(one_round).lower(*args).as_text()  # noqa: E731
-    own = lowered()
+    # Heads of 8, a capacity of 43, a rank of 12 and a ban are refused.
+    model, drafter = tiny_model(), DLiteDrafter(model=random_model(config(13, rank=12)))
+    args = round_of(model, drafter, 2, 43, sampling=Sampling(banned_ids=(3,)))
     with use_backend("mosaic_tpu"):
-        assert lowered() == own
+        assert "tpu_custom_call" not in lowers_for_tpu(one_round, *args)
+        # A kernel could not be lowered for this machine.
+        jax.jit(one_round).lower(*args)
 
 
 def test_too_many_nodes_are_refused_and_fewer_in_the_same_program_are_not():
@@ -254,20 +324,53 @@ def test_a_plain_step_of_qwen3_4b_compiles(qwen3_4b):
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
     with use_backend("mosaic_tpu"):
         compiled = compile_for_tpu(plain_step, CHIP, qwen3_4b, tokens, cache, donate_argnums=(2,))
-    assert_kernels_without_copies(compiled, cache)
+    assert_kernels_without_copies(compiled, 37, cache)
 
 
 @pytest.mark.slow
 def test_a_round_of_qwen3_4b_with_dlite_compiles(qwen3_4b):
     config = DLiteConfig.qwen3_4b()
     network = nnx.eval_shape(lambda: DLite(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    args = round_of(qwen3_4b, DLiteDrafter(model=network).fit(qwen3_4b), 1, 4096)
+    with use_backend("mosaic_tpu"):
+        drafter = jax.eval_shape(lambda network, target: DLiteDrafter(model=network).fit(target), network, qwen3_4b)
+        args = round_of(qwen3_4b, drafter, 1, 4096)
+        compiled = compile_for_tpu(one_round, CHIP, *args, donate_argnums=(2, 4))
+    # One of each head besides attention and commit.
+    assert_kernels_without_copies(compiled, 39, (args[2].cache, drafter.packed, table_of(qwen3_4b)))
+
+
+@pytest.mark.slow
+def test_a_round_of_qwen3_4b_with_adapld_compiles(qwen3_4b):
+    args = round_of(qwen3_4b, AdaPLD().fit(qwen3_4b), 1, 4096)
     with use_backend("mosaic_tpu"):
         compiled = compile_for_tpu(one_round, CHIP, *args, donate_argnums=(2, 4))
-    assert_kernels_without_copies(compiled, args[2].cache)
+    assert_kernels_without_copies(compiled, 38, (args[2].cache, table_of(qwen3_4b)))
 
 
-def assert_kernels_without_copies(compiled, cache):
+@pytest.mark.slow
+def test_a_plain_step_of_qwen3_4b_split_over_four_chips_compiles(qwen3_4b):
+    mesh = make_mesh(model=4, devices=tpu_devices(CHIP))
+    model = shard_model(qwen3_4b, mesh)
+    cache = shard_cache(jax.eval_shape(lambda: cache_of(qwen3_4b, 1, 4096, jnp.bfloat16)), mesh)
+    tokens = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(None)))
+    compiled = jax.jit(plain_step, donate_argnums=(2,)).lower(model, tokens, cache).compile()
+    # A quarter of all weights and of the cache on each chip, besides norms.
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((model, cache)))
+    memory = compiled.memory_analysis()
+    assert whole / 4 < memory.argument_size_in_bytes < 1.01 * whole / 4
+    assert memory.temp_size_in_bytes < whole / 100
     text = compiled.as_text()
-    assert text.count("tpu_custom_call") == 37, "36 layers and one commit"
-    assert not copies_of(text, cache)
+    assert not re.findall(r"= .* (?:all-gather|all-to-all|collective-permute)\(", text), "no weight travels"
+    # What the row-parallel products sum across chips: one vector after attention, one after the feed-forward.
+    assert len(re.findall(r"= \S+ all-reduce(?:-start)?\(", text)) >= 2 * 36
+
+
+def table_of(model):
+    """Shape of the embedding table, which is the LM head too."""
+    return model.embed.weight.get_value()
+
+
+def assert_kernels_without_copies(compiled, kernels, arrays):
+    text = compiled.as_text()
+    assert text.count("tpu_custom_call") == kernels, "36 layers, one commit, and what else the caller names"
+    assert not copies_of(text, arrays)
