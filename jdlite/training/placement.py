@@ -10,14 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdlite.errors import ConfigError
 from jdlite.models.sharding import make_mesh
 from jdlite.training.config import TrainConfig
 
 
 class Placement:
-    """Where arrays go: rows of a batch over the mesh's `data` axis, the drafter whole on every device."""
+    """Where arrays go: rows of a batch over the mesh's `data` axis, the drafter whole on every device.
+
+    Raises:
+        ConfigError: JAX was started with several processes.
+    """
 
     def __init__(self, config: TrainConfig):
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"training runs in one process, which may have many devices: JAX was started with "
+                f"{jax.process_count()}; run it on one machine, and split it by mesh.data and mesh.model."
+            )
         self._micro = config.batch.micro
         m = config.mesh
         self.mesh = None if m.data * m.model == 1 else make_mesh(data=m.data, model=m.model)
