@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from jdlite.errors import ConfigError, first_line
+from jdlite.errors import first_line
 from jdlite.files import atomic_file
 from jdlite.models.config import DecoderConfig
 from jdlite.models.dlite_config import DLiteConfig
@@ -36,8 +36,9 @@ from pallas_kernels.backends import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, candidate
 Row = dict[str, Any]
 Name = TypeVar("Name", bound=Hashable)
 
-# Times the number of candidates of one block size on either side of the heuristic's.
-FARTHEST = 8
+# A block size with so few values has all of them tried; others are tried up to so many times the heuristic's, or as
+# small a part of it.
+FEW, FARTHEST = 6, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,13 +211,13 @@ def measure(operation: Operation, setting: Setting, backends: Sequence[str]) -> 
 def block_sizes_to_try(question: tuning.Question) -> list[dict[str, int]]:
     """The heuristic's block sizes first, then all others that are worth a try and that the kernel takes.
 
-    Of each block size: all values where they are few, else the smallest one and the heuristic's, doubled and halved,
-    up to `FARTHEST` times the heuristic's.
+    Of each block size: all values where they are `FEW`, else the smallest one and the heuristic's, doubled and halved,
+    no farther from the heuristic's than `FARTHEST` times.
     """
     options = []
     for name, limit in question.limits.items():
         own = question.heuristic[name]
-        if len(limit) <= 8:
+        if len(limit) <= FEW:
             options.append(list(limit))
             continue
         doublings = [start * 2**k for start in (limit[0], own) for k in range(24)] + [own // 2, own // 4]
