@@ -50,7 +50,7 @@ class Setting:
         models: target and drafter by name.
         rows, nodes, cached: rows, drafted nodes per row and cached tokens to combine.
         repeats: timings of each.
-        loops: how many runs the longer of two timed programs adds.
+        loops: how many runs the longer of two timed programs adds; with 0 there is one, of a single run.
         copy: numbers of the array that is copied to see the memory's bandwidth.
     """
 
@@ -78,8 +78,8 @@ def full() -> Setting:
 def smoke() -> Setting:
     """A few numbers."""
     # Heads of 64 and a rank of 8 are the least that the kernels take.
-    target, drafter = DecoderConfig.tiny(head_dim=64), DLiteConfig.tiny(head_dim=64, rank=8)
-    return Setting("float32", {"tiny": (target, drafter)}, (2,), (3,), (128,), 1, 1, 1 << 12)
+    target, drafter = DecoderConfig.tiny(head_dim=64, num_layers=1), DLiteConfig.tiny(head_dim=64, rank=8)
+    return Setting("float32", {"tiny": (target, drafter)}, (2,), (3,), (128,), 1, 0, 1 << 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def seconds_per_run(programs: Mapping[Name, Callable[[int], Any]], repeats: int,
     """Median seconds of one run of each program of `repeated`; the programs take turns."""
     calls = {(name, n): partial(run, n) for name, run in programs.items() for n in (1, 1 + loops)}
     times = medians_in_turn(calls, repeats)
-    added = {name: (times[name, 1 + loops] - times[name, 1]) / loops for name in programs}
+    added = {name: (times[name, 1 + loops] - times[name, 1]) / max(loops, 1) for name in programs}
     # Where noise hides the difference the whole is an upper bound.
     return {name: x if x > 0 else times[name, 1 + loops] / (1 + loops) for name, x in added.items()}
 
