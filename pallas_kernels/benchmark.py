@@ -78,7 +78,7 @@ def full() -> Setting:
 def smoke() -> Setting:
     """A few numbers."""
     # Heads of 64 and a rank of 8 are the least that the kernels take.
-    target, drafter = DecoderConfig.tiny(head_dim=64, num_layers=1), DLiteConfig.tiny(head_dim=64, rank=8)
+    target, drafter = DecoderConfig.tiny(head_dim=64, num_layers=1), DLiteConfig.tiny(head_dim=64, rank=8, block_size=3)
     return Setting("float32", {"tiny": (target, drafter)}, (2,), (3,), (128,), 1, 0, 1 << 12)
 
 
