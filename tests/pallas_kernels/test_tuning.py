@@ -48,7 +48,7 @@ def entry(backend="mosaic_tpu", dtypes=("float32",), shape=None, blocks=None, **
     }
 
 
-def write(folder, operation, *entries, **fields):
+def write(folder, operation, /, *entries, **fields):
     """A table by hand, at the place where the documents say it is."""
     table = {"version": 1, "operation": operation, "device_kind": KIND, "entries": list(entries), **fields}
     path = folder / operation / "tuning" / SLUG
