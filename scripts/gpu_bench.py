@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import jdlite
@@ -33,17 +30,28 @@ from jdlite.drafters.adapld import AdaPLD
 from jdlite.drafters.base import Context
 from jdlite.drafters.dlite import DLiteDrafter
 from jdlite.drafters.plain import Plain
-from jdlite.files import atomic_file
 from jdlite.models.decoder import Decoder
 from jdlite.models.dlite import DLite
 from jdlite.models.dlite_config import DLiteConfig
 from jdlite.timing import median_seconds, verify_forward
-from pallas_kernels.backends import REFERENCE, candidates
-from pallas_kernels.commit_cache.api import commit_cache
-from pallas_kernels.low_rank_head.api import HeadWeights, low_rank_head
-from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.benchmark import (
+    Operation,
+    Row,
+    Setting,
+    copy_bandwidth,
+    device_backends,
+    environment,
+    failure,
+    finish,
+    measure,
+    save,
+)
+from pallas_kernels.commit_cache.bench import BENCH as COMMIT_CACHE
+from pallas_kernels.low_rank_head.bench import BENCH as LOW_RANK_HEAD
+from pallas_kernels.tree_attention.bench import BENCH as TREE_ATTENTION
+from pallas_kernels.verify_head.bench import BENCH as VERIFY_HEAD
 
-Row = dict[str, Any]
+OPERATIONS = (TREE_ATTENTION, LOW_RANK_HEAD, COMMIT_CACHE, VERIFY_HEAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,92 +91,15 @@ def smoke_sizes() -> Sizes:
     return Sizes("float32", 1 << 16, 64, {"tiny": (target, DLiteConfig.tiny())}, (1, 2), (128, 256), 2, 2)
 
 
-# Correctness.
-
-
-def check_attention(backend: str, dtype) -> float:
-    """Largest difference from float64, of outputs of order one."""
-    rng = np.random.default_rng(0)
-    B, N, H, G, S, h = 3, 9, 8, 2, 256, 128
-    q, k, v = (rng.normal(size=(B, N, heads, h)) for heads in (H, G, G))
-    caches = rng.normal(size=(2, 1, B, G, S, h))
-    lengths, mask = np.array([0, 130, 256]), np.tril(np.ones((B, N, N), bool))
-    rounded = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in (q, k, v, *caches)]
-    q, k, v, k_cache, v_cache = rounded
-    wanted = np.zeros(q.shape)
-    for b, n in enumerate(lengths):
-        for head in range(H):
-            g = head // (H // G)
-            scores = q[b, :, head] @ np.concatenate([k_cache[0, b, g, :n], k[b, :, g]]).T / math.sqrt(h)
-            scores[:, n:][~mask[b]] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            weights /= weights.sum(axis=1, keepdims=True)
-            wanted[b, :, head] = weights @ np.concatenate([v_cache[0, b, g, :n], v[b, :, g]])
-    args = (*(jnp.asarray(x, dtype) for x in rounded), 0, jnp.asarray(lengths, jnp.int32), jnp.asarray(mask))
-    got = jax.jit(partial(tree_attention, backend=backend))(*args)
-    return float(np.abs(np.asarray(got, np.float64) - wanted).max())
-
-
-def head_weights(rng, vocab: int, rank: int, width: int, dtype) -> HeadWeights:
-    """Random weights of the low-rank head."""
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / math.sqrt(shape[-1]), dtype)  # noqa: E731
-    return HeadWeights(
-        normal(vocab, rank),
-        normal(2 * rank, 2 * rank),
-        jnp.zeros(2 * rank, dtype),
-        normal(rank, rank + width),
-        jnp.zeros(rank, dtype),
-        normal(vocab, rank),
-    )
-
-
-def check_head(backend: str, dtype) -> float:
-    """How far the chosen tokens' logits are below the best ones, of float64 along the chosen tokens."""
-    rng = np.random.default_rng(1)
-    B, K, V, R, D = 2, 4, 1000, 64, 128
-    weights = head_weights(rng, V, R, D, dtype)
-    hidden = jnp.asarray(rng.normal(size=(B, K, D)), dtype)
-    anchor = jnp.asarray([3, V - 1], jnp.int32)
-    got = jax.jit(partial(low_rank_head, backend=backend))(weights, hidden, anchor, jnp.zeros((B, R)))
-    w = {f.name: np.asarray(getattr(weights, f.name), np.float64) for f in dataclasses.fields(weights)[:-1]}
-    x, tokens, worst = np.asarray(hidden, np.float64), np.asarray(got.tokens), 0.0
-    for b in range(B):
-        s, previous = np.zeros(R), int(anchor[b])
-        for i in range(K):
-            z = w["state_weight"] @ np.concatenate([s, w["embed"][previous]]) + w["state_bias"]
-            gate = 1 / (1 + np.exp(-z[:R]))
-            s = gate * s + (1 - gate) * np.tanh(z[R:])
-            logits = w["output"] @ (w["mix_weight"] @ np.concatenate([s, x[b, i]]) + w["mix_bias"])
-            previous = int(tokens[b, i])
-            worst = max(worst, float(logits.max() - logits[previous]))
-    return worst
-
-
-def check_commit(backend: str, dtype) -> float:
-    """Slots that differ from copying one by one."""
-    rng = np.random.default_rng(2)
-    L, B, G, S, N, P, h = 2, 3, 2, 64, 9, 4, 128
-    k, v = (np.array(jnp.asarray(rng.normal(size=(L, B, G, S, h)), dtype)) for _ in range(2))
-    new = [np.asarray(jnp.asarray(rng.normal(size=(L, B, G, N, h)), dtype)) for _ in range(2)]
-    path, lengths, count = rng.integers(0, N, (B, P)), np.array([0, 7, 60]), np.array([4, 0, 3])
-    call = jax.jit(partial(commit_cache, backend=backend), donate_argnums=(0, 1))
-    arrays = [jnp.asarray(x) for x in (k, v, *new)]
-    got = call(*arrays, *(jnp.asarray(x, jnp.int32) for x in (path, lengths, count)))
-    for b in range(B):
-        for i in range(count[b]):
-            for cache, x in ((k, new[0]), (v, new[1])):
-                cache[:, b, :, lengths[b] + i] = x[:, b, :, path[b, i]]
-    return float(sum((np.asarray(a) != b).sum() for a, b in zip(got, (k, v), strict=True)))
-
-
-# Times.
+def check(operation: Operation, backend: str, dtype: str) -> Iterator[Row]:
+    """How far a backend is from float64."""
+    what = f"{operation.name}, {backend}: error"
+    yield {"what": what, "error": operation.error(operation.backends[backend], dtype)}
 
 
 def bandwidth(sizes: Sizes) -> Iterator[Row]:
     """What the machine can do."""
-    x = jnp.ones(sizes.copy, jnp.bfloat16)
-    seconds = median_seconds(partial(jax.jit(lambda x: x + 1), x), sizes.repeats)
-    yield {"what": "copy", "ms": 1e3 * seconds, "GB/s": 2 * x.nbytes / seconds / 1e9}
+    yield copy_bandwidth(sizes.copy, sizes.repeats)
     a = jnp.ones((sizes.matmul, sizes.matmul), jnp.bfloat16)
     seconds = median_seconds(partial(jax.jit(jnp.matmul), a, a), sizes.repeats)
     yield {"what": "matmul", "ms": 1e3 * seconds, "TFLOP/s": 2 * sizes.matmul**3 / seconds / 1e12}
@@ -272,53 +203,23 @@ def adapld(sizes: Sizes, name: str, length: int, model: Decoder) -> Iterator[Row
         }
 
 
-def kernels(sizes: Sizes, name: str, target: jdlite.DecoderConfig, drafter: DLiteConfig) -> Iterator[Row]:
+def kernels(sizes: Sizes, name: str) -> Iterator[Row]:
     """Each kernel and its reference at a model's shapes, beside the bytes that it must read."""
-    rng, dtype = np.random.default_rng(0), jnp.dtype(sizes.dtype)
-    V, R, D, K = drafter.vocab_size, drafter.rank, drafter.hidden_size, drafter.num_drafts
-    weights = head_weights(rng, V, R, D, dtype)
-    B, N, length = 1, 8, sizes.lengths[1]
-    H, G, h, L = target.num_heads, target.num_kv_heads, target.head_dim, 2
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    cache = [jnp.zeros((L, B, G, length, h), dtype) for _ in range(2)]
-    attention = (normal(B, N, H, h), normal(B, N, G, h), normal(B, N, G, h), *cache, 1, jnp.full(B, length, jnp.int32))
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((N, N), bool)), (B, N, N))
-    head = (weights, normal(B, K, D), jnp.zeros(B, jnp.int32), jnp.zeros((B, R)))
-    operations = {
-        "low_rank_head": (low_rank_head, head, K * weights.output.nbytes),
-        "tree_attention": (tree_attention, (*attention, mask), sum(x.nbytes for x in cache) // L),
-    }
-    for what, (call, args, floor) in operations.items():
-        for backend in backends():
-            row = {"what": f"{what}, {backend}", "model": name, "batch": B, "bytes": floor}
-            try:
-                seconds = median_seconds(partial(jax.jit(partial(call, backend=backend)), *args), sizes.repeats)
-            except NotImplementedError as refusal:
-                yield row | {"note": str(refusal)}
-                continue
-            yield row | {"ms": 1e3 * seconds}
-
-
-def backends() -> tuple[str, ...]:
-    """The reference, and what this device has."""
-    own = candidates("", ("reference", "mosaic_gpu", "mosaic_tpu"), None)
-    return tuple(dict.fromkeys((REFERENCE, *own)))
+    models = {name: sizes.models[name]}
+    setting = Setting(sizes.dtype, models, (1,), (8,), (sizes.lengths[1],), sizes.repeats, sizes.repeats, sizes.copy)
+    for operation in OPERATIONS:
+        yield from measure(operation, setting, device_backends())
 
 
 def work(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
     """Pieces of work by name, what matters most first."""
     yield "machine", lambda: bandwidth(sizes)
-    checks = {"tree_attention": check_attention, "low_rank_head": check_head, "commit_cache": check_commit}
-    for what, check in checks.items():
-        for backend in backends():
-            yield (
-                f"{what}, {backend}",
-                lambda what=what, check=check, backend=backend: iter(
-                    [{"what": f"{what}, {backend}: error", "error": check(backend, sizes.dtype)}]
-                ),
-            )
+    for operation in OPERATIONS:
+        for backend in device_backends():
+            if backend in operation.backends:
+                yield f"{operation.name}, {backend}", partial(check, operation, backend, sizes.dtype)
     for name, (target, dlite) in sizes.models.items():
-        yield f"kernels of {name}", lambda name=name, t=target, d=dlite: kernels(sizes, name, t, d)
+        yield f"kernels of {name}", partial(kernels, sizes, name)
         made: list[Any] = []
 
         def make(made=made, target=target, dlite=dlite):
@@ -350,34 +251,9 @@ def run(sizes: Sizes, limit: float, save: Callable[[list[Row]], None]) -> list[R
                 rows.append(row)
                 save(rows)
         except Exception as error:  # out of memory, a kernel that does not compile: the others are still wanted
-            rows.append({"what": name, "note": f"failed: {' '.join(str(error).split()):.200}"})
+            rows.append({"what": name, "note": failure(error)})
         save(rows)
     return rows
-
-
-def table(rows: list[Row], peak: float | None) -> str:
-    """Rows as aligned text; `of peak` is the share of the copy bandwidth that the bytes that must be read make up."""
-    columns = ("model", "batch", "cached", "what", "ms", "GB", "of peak", "ratio", "note")
-    lines: list[tuple[str, ...]] = [columns]
-    for row in rows:
-        share = ""
-        if peak and row.get("bytes") and row.get("ms"):
-            share = f"{row['bytes'] / (row['ms'] / 1e3) / 1e9 / peak:.0%}"
-        others = [f"{name} {row[name]:.4g}" for name in ("GB/s", "TFLOP/s", "error") if name in row]
-        ratio = row.get("against plain", row.get("of a verify"))
-        cells = (
-            *(str(row.get(name, "")) for name in ("model", "batch", "cached", "what")),
-            f"{row['ms']:.3f}" if "ms" in row else "",
-            f"{row['bytes'] / 1e9:.2f}" if "bytes" in row else "",
-            share,
-            "" if ratio is None else f"{ratio:.4f}",
-            " ".join([*others, row.get("note", "")]).strip(),
-        )
-        lines.append(cells)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -387,19 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540, help="after these no new piece is begun")
     parser.add_argument("--json", type=Path, help="results file, rewritten after every row")
     options = parser.parse_args(arguments)
-    device = jax.devices()[0]
-    environment = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
-
-    def save(rows: list[Row]) -> None:
-        if options.json is not None:
-            with atomic_file(options.json) as file:
-                json.dump({"environment": environment | {"smoke": options.smoke}, "rows": rows}, file, indent=1)
-
-    rows = run(smoke_sizes() if options.smoke else full_sizes(), options.seconds, save)
-    peak = next((row["GB/s"] for row in rows if "GB/s" in row), None)
-    print(", ".join(f"{name} {value}" for name, value in environment.items()))
-    print(table(rows, peak))
-    return 1 if any("failed" in row.get("note", "") for row in rows) else 0
+    header = environment() | {"smoke": options.smoke}
+    sizes = smoke_sizes() if options.smoke else full_sizes()
+    return finish(run(sizes, options.seconds, partial(save, options.json, header)), header)
 
 
 if __name__ == "__main__":

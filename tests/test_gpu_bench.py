@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+NAMES = ("tree_attention", "low_rank_head", "commit_cache", "verify_head")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_bench.py"
 
 
@@ -19,7 +20,7 @@ def test_smoke(tmp_path):
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert not [row for row in rows if "note" in row]
     errors = {row["what"]: row["error"] for row in rows if "error" in row}
-    assert set(errors) == {f"{name}, reference: error" for name in ("tree_attention", "low_rank_head", "commit_cache")}
+    assert set(errors) == {f"{name}, reference: error" for name in NAMES}
     assert max(errors.values()) < 1e-5
     kinds = {row["what"] for row in rows if row.get("model") == "tiny"}
     wanted = {"plain step", "verify 8", "verify 40", "DLite draft", "(verify 8 + draft) / plain", "round, DLite"}

@@ -9,6 +9,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.backends import MOSAIC_TPU
+from pallas_kernels.tuning import Question, choose, power_of_two
+
+# Bytes of a tile of slots of all heads, at most: keys and values, read and written, with second copies, are eight.
+MAX_TILE_BYTES = 1 << 19
+
 
 def _kernel(path, lengths, count, last, k_new, v_new, k_old, v_old, k_out, v_out, *, group):
     """One tile of slots of one layer and row, keys and values of all heads."""
@@ -32,8 +38,28 @@ def _kernel(path, lengths, count, last, k_new, v_new, k_old, v_old, k_out, v_out
                 out[...] = jnp.where(here, moved, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def commit_cache(k_cache, v_cache, k_new, v_new, path, lengths, count) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.commit_cache.api.commit_cache`."""
+def question(cache, nodes: int, steps: int, unit: int) -> Question:
+    """What the tuning table is asked: slots of a tile of `cache`, `[L, B, G, S, h]`, in units of what can be copied."""
+    _, _, G, S, h = cache.shape
+    return Question(
+        "commit_cache",
+        MOSAIC_TPU,
+        dtypes=(cache.dtype,),
+        shape={"kv_heads": G, "head_dim": h, "nodes": power_of_two(nodes), "path": power_of_two(steps)},
+        limits={"block": range(unit, S + 1, unit)},
+        heuristic={"block": unit},
+        fits=lambda block: S % block == 0 and block * G * h * cache.dtype.itemsize <= MAX_TILE_BYTES,
+    )
+
+
+def commit_cache(
+    k_cache, v_cache, k_new, v_new, path, lengths, count, *, block: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.commit_cache.api.commit_cache`.
+
+    `block` sets the slots of a tile: a divisor of the capacity, and a multiple of 16 (8 in float32), which is what the
+    kernel takes where the tuning table has nothing.
+    """
     L, B, G, S, h = k_cache.shape
     N, P = k_new.shape[3], path.shape[1]
     for name, x in (("the cache", k_cache), ("new keys", k_new)):
@@ -43,6 +69,7 @@ def commit_cache(k_cache, v_cache, k_new, v_new, path, lengths, count) -> tuple[
     if not S or S % group:
         # A part of a tile at the end might be written in place too, but the interpreter cannot check that.
         raise NotImplementedError(f"The capacity must be a positive multiple of {group}: got {S}.")
+    group = choose(question(k_cache, N, P, group), block=block)["block"]
     lengths, count = lengths.astype(jnp.int32), count.astype(jnp.int32)
     last = jnp.minimum(lengths + jnp.maximum(count, 1), S) - 1
     last = jax.lax.div(jnp.maximum(last, 0), group)

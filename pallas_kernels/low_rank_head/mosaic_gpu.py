@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backends import require_mosaic_gpu
+from pallas_kernels.backends import MOSAIC_GPU, require_mosaic_gpu
 from pallas_kernels.low_rank_head.reference import dot
 from pallas_kernels.low_rank_head.types import Drafts, HeadWeights
 from pallas_kernels.noise import key_words, threefry_bits
+from pallas_kernels.tuning import Question, choose, power_of_two
 
 MAX_ROWS, MAX_RANK = 64, 1024
 # Rows of W_o in a tile: what one wgmma takes. The drafted rows are its columns, since a batch is small and 64 of them
@@ -163,10 +164,13 @@ def low_rank_head(
     keys=None,
     temperature=None,
     *,
-    blocks: int = BLOCKS,
+    blocks: int | None = None,
     plain: bool = False,
 ) -> Drafts:
-    """See `pallas_kernels.low_rank_head.api.low_rank_head`; `blocks` and `plain` are those of `_sweep`."""
+    """See `pallas_kernels.low_rank_head.api.low_rank_head`; `blocks` and `plain` are those of `_sweep`.
+
+    Without `blocks` the tuning table says how many, and else there is one for each multiprocessor.
+    """
     require_mosaic_gpu()
     if not isinstance(weights, HeadWeights):
         raise NotImplementedError("These weights are packed for a TPU; pass them as they are stored.")
@@ -183,6 +187,16 @@ def low_rank_head(
     rows = -(-B // 8) * 8
     if rows > ROWS:
         rows = -(-rows // ROWS) * ROWS
+
+    question = Question(
+        "low_rank_head",
+        MOSAIC_GPU,
+        dtypes=(dtype, weights.output.dtype),
+        shape={"rows": power_of_two(rows), "vocab": V, "rank": R, "sampled": int(words is not None)},
+        limits={"blocks": range(1, 8 * BLOCKS + 1)},
+        heuristic={"blocks": BLOCKS},
+    )
+    blocks = choose(question, blocks=blocks)["blocks"]
 
     def by_row(columns):
         return jnp.pad(columns.T, ((0, 0), (0, rows - B)))

@@ -11,14 +11,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.backends import MOSAIC_TPU
 from pallas_kernels.low_rank_head.types import Drafts, HeadWeights
 from pallas_kernels.noise import gumbel_from_bits, key_words, threefry_bits
+from pallas_kernels.tuning import Question, choose, power_of_two
 
 LANES = 128
 MAX_ROWS = 64
 # Bytes of a tile of W_o: large enough to hide the latency of a copy, small enough that two of them and the float32
 # logits of 64 rows stay well under the 16 MiB that a kernel may use by default.
 TILE_BYTES = 3 << 19
+MAX_LOGITS = 1 << 17
 
 
 @jax.tree_util.register_dataclass
@@ -214,14 +217,32 @@ def _kernel(first, *refs, vocab, group, sampled, scaled):
 
 def tile_size(rank: int, rows: int, vocab: int, itemsize: int) -> int:
     """Columns of W_o per tile: `TILE_BYTES` of it, at most 4,096 and at most 131,072 logits, in whole registers."""
-    widest = min(TILE_BYTES // (rank * itemsize), 4096, (1 << 17) // rows)
+    widest = min(TILE_BYTES // (rank * itemsize), 4096, MAX_LOGITS // rows)
     return min(max(widest // LANES, 1) * LANES, -(-vocab // LANES) * LANES)
+
+
+def question(packed: PackedHead, rows: int, sampled: bool) -> Question:
+    """What the tuning table is asked: the columns of a tile, at most twice the bytes and logits of `tile_size`."""
+    output = packed.output
+    R, Vp = output.shape
+    itemsize = output.dtype.itemsize
+    return Question(
+        "low_rank_head",
+        MOSAIC_TPU,
+        dtypes=(packed.embed.dtype, output.dtype),
+        shape={"rows": power_of_two(rows), "vocab": packed.vocab, "rank": R, "sampled": int(sampled)},
+        limits={"block": range(LANES, Vp + 1, LANES)},
+        heuristic={"block": tile_size(R, rows, packed.vocab, itemsize)},
+        fits=lambda block: block * R * itemsize <= 2 * TILE_BYTES and block * rows <= 2 * MAX_LOGITS,
+    )
 
 
 def low_rank_head(
     weights: HeadWeights | PackedHead, hidden, anchor, state, keys=None, temperature=None, *, block: int | None = None
 ) -> Drafts:
-    """See `pallas_kernels.low_rank_head.api.low_rank_head`; `block` sets the columns of a tile, a multiple of 128."""
+    """See `pallas_kernels.low_rank_head.api.low_rank_head`; `block` sets the columns of a tile, a multiple of 128;
+    None leaves it to the tuning table and `tile_size`.
+    """
     B, K = hidden.shape[:2]
     if B > MAX_ROWS:
         raise NotImplementedError(f"The kernel drafts for at most {MAX_ROWS} rows: got {B}.")
@@ -231,8 +252,8 @@ def low_rank_head(
     R, Vp = packed.output.shape
     Rp = packed.mix_state.shape[0]
     rows = -(-B // 8) * 8
-    block = block or tile_size(R, rows, packed.vocab, packed.output.dtype.itemsize)
     scaled, sampled = packed.output_scale is not None, words is not None
+    block = choose(question(packed, rows, sampled), block=block)["block"]
 
     # What the backbone states contribute is one product for all K.
     hidden_part = _dot(hidden.astype(dtype), packed.mix_hidden).swapaxes(0, 1)

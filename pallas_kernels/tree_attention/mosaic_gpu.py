@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backends import require_mosaic_gpu
+from pallas_kernels.backends import MOSAIC_GPU, require_mosaic_gpu
+from pallas_kernels.tuning import Question, choose, power_of_two
 
 MAX_NODES = 64
 # Query rows of a warpgroup's product, and slots of a tile: new nodes fill one tile at most.
@@ -102,8 +103,9 @@ def tree_attention(
 ) -> jax.Array:
     """See `pallas_kernels.tree_attention.api.tree_attention`.
 
-    `splits` sets how many blocks share a row. `plain` names products ("scores", "values") to be made from plain loads
-    and not by wgmma: the interpreter sees races of loads only, and lacks wgmma with an operand in registers.
+    `splits` sets how many blocks share a row; without it the tuning table is asked, and else `split_count`. `plain`
+    names products ("scores", "values") to be made from plain loads and not by wgmma: the interpreter sees races of
+    loads only, and lacks wgmma with an operand in registers.
     """
     require_mosaic_gpu()
     B, N, H, h = q.shape
@@ -134,7 +136,22 @@ def tree_attention(
     M = -(-used // block) * block
     blocks = M // block
     kept = -(-used // 8) * 8 if blocks == compute == 1 else block  # rows of a block that are written
-    splits = splits or split_count(B, G, blocks, S)
+    question = Question(
+        "tree_attention",
+        MOSAIC_GPU,
+        dtypes=(q.dtype, cached),
+        shape={
+            "rows": power_of_two(B),
+            "kv_heads": G,
+            "queries": power_of_two(used),
+            "capacity": power_of_two(S),
+            "head_dim": h,
+        },
+        # A block without a tile of its own would do nothing.
+        limits={"splits": range(1, -(-S // SLOTS) + 1)},
+        heuristic={"splits": split_count(B, G, blocks, S)},
+    )
+    splits = choose(question, splits=splits)["splits"]
     # As many tiles as fit shared memory. (Four, with one computing warpgroup, make ptxas 13.0 crash.)
     stages = 1 if convert else (3 if q_parts > 1 else 6 - compute)
     width = h if q_parts == 1 else CHUNK  # columns of the result that are summed at a time

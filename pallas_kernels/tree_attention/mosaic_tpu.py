@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.backends import MOSAIC_TPU
+from pallas_kernels.tuning import Question, choose, power_of_two
+
 LANES = 128
 MAX_NODES = 64
 # Bytes of a tile of keys (of all heads of a block), and query rows of a block: together with the tile of values, second
@@ -88,8 +91,55 @@ def tile_sizes(batch: int, kv_heads: int, queries: int, capacity: int, head_dim:
     return heads, min(max(slots // LANES, 1) * LANES, -(-capacity // LANES) * LANES)
 
 
-def tree_attention(q, k_new, v_new, k_cache, v_cache, layer, lengths, mask, *, block: int | None = None) -> jax.Array:
-    """See `pallas_kernels.tree_attention.api.tree_attention`; `block` sets the slots of a tile, a multiple of 128."""
+def question(batch: int, queries: int, q_dtype, cache) -> Question:
+    """What the tuning table is asked: key/value heads of a block and slots of a tile of `cache`, `[L, B, G, S, h]`."""
+    _, _, G, S, h = cache.shape
+    itemsize = cache.dtype.itemsize
+    heads, block = tile_sizes(batch, G, queries, S, h, itemsize)
+
+    def fits(heads, block):
+        # The memory that `tile_sizes` may fill, and as much again.
+        slots = 2 * TILE_BYTES // (heads * max(h, LANES) * itemsize)
+        return (heads * queries <= MAX_QUERIES or heads == 1) and block <= max(slots, LANES)
+
+    return Question(
+        "tree_attention",
+        MOSAIC_TPU,
+        dtypes=(q_dtype, cache.dtype),
+        shape={
+            "rows": power_of_two(batch),
+            "kv_heads": G,
+            "queries": power_of_two(queries),
+            "capacity": power_of_two(S),
+            "head_dim": h,
+        },
+        limits={
+            "heads": [heads for heads in range(1, G + 1) if G % heads == 0],
+            "block": range(LANES, -(-S // LANES) * LANES + 1, LANES),
+        },
+        heuristic={"heads": heads, "block": block},
+        fits=fits,
+    )
+
+
+def tree_attention(
+    q,
+    k_new,
+    v_new,
+    k_cache,
+    v_cache,
+    layer,
+    lengths,
+    mask,
+    *,
+    heads: int | None = None,
+    block: int | None = None,
+) -> jax.Array:
+    """See `pallas_kernels.tree_attention.api.tree_attention`.
+
+    `heads` sets the key/value heads of a block, a divisor of all, and `block` the slots of a tile, a multiple of 128.
+    Without both the tuning table is asked, and else `tile_sizes`.
+    """
     B, N, H, h = q.shape
     G, S = k_cache.shape[2], k_cache.shape[3]
     for name, x in (("queries", q), ("the cache", k_cache)):
@@ -104,8 +154,8 @@ def tree_attention(q, k_new, v_new, k_cache, v_cache, layer, lengths, mask, *, b
     repeats = H // G
     nodes = -(-N // 16) * 16  # whole tiles of bfloat16, so that stacked heads start at one
     queries = repeats * nodes
-    heads, slots = tile_sizes(B, G, queries, S, h, k_cache.dtype.itemsize)
-    slots = block or slots
+    sizes = choose(question(B, queries, q.dtype, k_cache), heads=heads, block=block)
+    heads, slots = sizes["heads"], sizes["block"]
 
     pad = nodes - N
     stacked = jnp.pad(q.reshape(B, N, G, repeats, h), ((0, 0), (0, pad), (0, 0), (0, 0), (0, 0)))

@@ -11,7 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jdlite.decoding.accept import sample_and_match
 from jdlite.decoding.sampling import noise_key
+from pallas_kernels.backends import MOSAIC_TPU
 from pallas_kernels.noise import gumbel_from_bits, key_words, threefry_bits
+from pallas_kernels.tuning import Question, choose, power_of_two
 from pallas_kernels.verify_head.types import Verified
 
 LANES = 128
@@ -137,6 +139,28 @@ def block_sizes(nodes: int, width: int, vocab: int, itemsize: int) -> tuple[int,
     return rows, min(max(widest // LANES, 1) * LANES, -(-vocab // LANES) * LANES)
 
 
+def question(weight, nodes: int, rows: int, ids: int, row_major: bool, sampled: bool, top_k: int) -> Question:
+    """What the tuning table is asked: the ids of a tile of W, where `block_sizes` says `rows` and `ids`."""
+    V, D = weight.shape
+    itemsize = weight.dtype.itemsize
+    return Question(
+        "verify_head",
+        MOSAIC_TPU,
+        dtypes=(weight.dtype,),
+        shape={
+            "nodes": power_of_two(nodes),
+            "vocab": V,
+            "width": D,
+            "row_major": int(row_major),
+            "sampled": int(sampled),
+            "listed": int(top_k > 0),
+        },
+        limits={"block": range(LANES, -(-V // LANES) * LANES + 1, LANES)},
+        heuristic={"block": ids},
+        fits=lambda block: block * D * itemsize <= MAX_TILE_BYTES and block * rows <= 2 * MAX_LOGITS,
+    )
+
+
 def verify_head(
     weight,
     hidden,
@@ -153,7 +177,9 @@ def verify_head(
     *,
     block: int | None = None,
 ) -> Verified:
-    """See `pallas_kernels.verify_head.api.verify_head`; `block` sets the ids of a tile, a multiple of 128."""
+    """See `pallas_kernels.verify_head.api.verify_head`; `block` sets the ids of a tile, a multiple of 128; None
+    leaves it to the tuning table and `block_sizes`.
+    """
     del history, generated  # only steps that are refused read them
     steps = {
         "top-k": sampling.uses_top_k,
@@ -182,7 +208,7 @@ def verify_head(
     words = key_words(jax.vmap(jax.vmap(noise_key, (None, 0)))(keys, positions)) if sampled else None
 
     rows, ids = block_sizes(B * N, D, V, itemsize)
-    ids = block or ids
+    ids = choose(question(weight, B * N, rows, ids, row_major, sampled, top_k), block=block)["block"]
     blocks = pl.cdiv(B * N, rows)
     # XLA stores a matrix transposed where its last axis is no multiple of 128 lanes; so read, it is not copied.
     transposed = D % LANES != 0 and not row_major
