@@ -11,7 +11,7 @@ verified, greedily. The answers differ from length to length, since the target r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jdlite
 from jdlite import cli
@@ -54,13 +54,12 @@ def conversations(target: Target, pairs: Sequence[list[Message]], lengths: Seque
 
 def measure(
     target: Target, drafter: str, history: Sequence[Row], asked: Sequence[Row], lengths: Sequence[int], new: int
-) -> list[tuple[int, float, list[float]]]:
+) -> Iterator[tuple[int, float, list[float]]]:
     """Tokens of the conversation, tau, and shares of rounds with at least 1, 2, ... drafts accepted, per length."""
     cuts = conversations(target, turns(history), lengths)
     questions = [dict(row.messages[0]) for row in asked]
     longest = max(len(encode(target, [*cuts[-1], question], True)) for question in questions)
     talk = jdlite.Session(target.model, make_drafter(drafter, target=target), capacity=longest + new)
-    results = []
     for said in cuts:
         prompts = [encode(target, [*said, question], True) for question in questions]
         shared = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
@@ -70,8 +69,7 @@ def measure(
         stats = twins.decode(max_new_tokens=new, stop_ids=[list(target.eos_ids)] * len(prompts)).stats
         rounds = float(stats.rounds.sum())
         accepted = (stats.accepted_at.sum(axis=0) / rounds).tolist()
-        results.append((shared, float(stats.emitted.sum()) / rounds, accepted))
-    return results
+        yield shared, float(stats.emitted.sum()) / rounds, accepted
 
 
 def main() -> None:
@@ -91,7 +89,10 @@ def main() -> None:
         lengths, new = sorted(options.lengths), options.max_new_tokens
         for tokens, tau, accepted in measure(target, options.drafter, history, asked, lengths, new):
             shares = ", ".join(f"{share:.0%}" for share in accepted)
-            print(f"{tokens:6d} tokens before: tau {tau:.2f}; rounds with at least 1, 2, ... accepted: {shares}")
+            print(
+                f"{tokens:6d} tokens before: tau {tau:.2f}; rounds with at least 1, 2, ... accepted: {shares}",
+                flush=True,
+            )
     except JdliteError as error:
         cli.fail(error)
 

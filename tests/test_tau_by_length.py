@@ -60,4 +60,4 @@ def test_each_length_is_what_decoding_the_whole_prompt_gives(script, target):
 
 def test_a_history_that_is_too_short_is_refused(script, target):
     with pytest.raises(PromptError, match="ends before 4096 tokens"):
-        script.measure(target, "plain", HISTORY, ASKED, [0, 4096], 4)
+        next(script.measure(target, "plain", HISTORY, ASKED, [0, 4096], 4))

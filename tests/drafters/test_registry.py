@@ -189,7 +189,7 @@ def test_a_drafter_of_other_weights_is_a_warning(home, target, tmp_path, recwarn
         make_drafter(f"dlite:{tmp_path / name}", "float32", target)
     assert not recwarn
     with pytest.warns(JdliteWarning, match="was trained for some/model, and .* has other weights; the text will be"):
-        jdlite.decode(target, PROMPT, drafter=f"hybrid:{tmp_path / 'other'}", max_new_tokens=2)
+        jdlite.decode(target, PROMPT, drafter=f"hybrid:{tmp_path / 'other'}", max_new_tokens=2, budget="full")
     options = ["--target", str(home / "target"), "--drafter", f"dlite:{tmp_path / 'other'}", "--prompt", "Hi", "--raw"]
     assert generate.main([*options, "--max-new-tokens", "2", "--budget", "full", "--cache-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().err.splitlines()
