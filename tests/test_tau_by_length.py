@@ -41,6 +41,7 @@ HISTORY = [
 ASKED = [Row(id=text, task="t", messages=(say("user", text),)) for text in ("abc", "abab")]
 
 
+@pytest.mark.slow
 def test_each_length_is_what_decoding_the_whole_prompt_gives(script, target):
     first = list(HISTORY[0].messages[:2])
     second = [*first, *HISTORY[1].messages[1:]]
