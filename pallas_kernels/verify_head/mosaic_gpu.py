@@ -101,10 +101,6 @@ def _sweep(hidden, weight, words, heat, *, columns: int, parts: int, depth: int,
                 where = ref.at[index, pl.ds(block * columns + start, size)]
                 return plgpu.load(where, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
 
-            rates = [
-                [of_node(ref, i, *chunk) for ref in refs[2:inputs] for i in range(ref.shape[0])] for chunk in chunks
-            ]
-
             def products(tile):
                 def ready(d):
                     slot = jax.lax.rem(tile * depths + d, stages)
@@ -146,16 +142,19 @@ def _sweep(hidden, weight, words, heat, *, columns: int, parts: int, depth: int,
 
             def step(tile, states):
                 first = ((begin + tile) * GROUPS + group) * TILE
-                return [
-                    _absorb(state, product, rate, first, V)
-                    for state, product, rate in zip(states, products(tile), rates, strict=True)
-                ]
+                new = []
+                for state, product, chunk in zip(states, products(tile), chunks, strict=True):
+                    # Read again for each tile: kept in registers for 64 nodes, they leave too few.
+                    rate = [of_node(ref, i, *chunk) for ref in refs[2:inputs] for i in range(ref.shape[0])]
+                    new.append(_absorb(state, product, rate, first, V))
+                return new
 
             states = [[_filled(value, kind, size) for value, kind in kept] for _, size in chunks]
             states = jax.lax.fori_loop(0, mine, step, states)
             for (start, size), state in zip(chunks, states, strict=True):
                 for out, value in zip(outs, state, strict=True):
-                    out[part, group, :, pl.ds(block * columns + start, size)] = value
+                    where = out.at[part, group, :, pl.ds(block * columns + start, size)]
+                    plgpu.store(where, value, optimized=False)  # pyright: ignore[reportArgumentType]
 
         @pl.when(group == GROUPS)
         def _fetch():
