@@ -25,7 +25,7 @@ STEP = TILE * GROUPS
 MAX_NODES, COLUMNS = 64, 16
 # Streaming multiprocessors of an H100 or H200, and what a block may fill with tiles.
 BLOCKS = 132
-TILE_BYTES = 208 << 10
+TILE_BYTES = 220 << 10
 # Registers per thread of the groups that compute and of the one that fetches; 65,536 are shared by 384 threads.
 COMPUTING, FETCHING = 232, 40
 # Finite, so that differences from it are numbers.
