@@ -309,7 +309,7 @@ def verify_head(
             f"The kernel finds the most likely ids of at most {MAX_TOP_NODES} nodes of all rows: got {nodes}."
         )
     columns, blocks, shares, depth = block_sizes(nodes, D, top_k)
-    parts = parts or shares
+    parts = parts or min(shares, pl.cdiv(V, STEP))
     rows = columns * blocks
 
     def by_node(*values):
