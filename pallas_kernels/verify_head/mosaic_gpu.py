@@ -234,7 +234,8 @@ def _absorb(state, product, rate, first, vocab: int):
 def _top_ids(weight, hidden, largest, lead, top_k: int, parts: int):
     """The `top_k` largest logits of each node and their ids, from the largest logit of each lane.
 
-    Each of the k largest logits is in one of the k lanes with the largest ones; their logits are made again.
+    Each of them is in one of the k lanes with the largest ones (of lanes that tie, those with the lowest ids); the logits
+    of these lanes are made again.
 
     Args:
         weight: W.
@@ -249,18 +250,19 @@ def _top_ids(weight, hidden, largest, lead, top_k: int, parts: int):
     """
     V = weight.shape[0]
     share = pl.cdiv(pl.cdiv(V, STEP), parts)
-    # Of lanes that tie with the k-th, those with the lowest ids; top_k goes by the lane's number, and puts 0 before -0.
+    n = len(hidden)
+    # Sorted and not by lax.top_k, which puts 0 before -0, and which XLA cannot compile for many rows without a device.
     largest, lead = jnp.where(largest == 0, 0.0, largest).T, lead.T
-    values, lanes = jax.lax.top_k(largest, top_k)
-    least = values[:, -1:]
-    _, tied = jax.lax.top_k(jnp.where(largest == least, -lead, -V), top_k)
-    above = jnp.sum(values > least, axis=1, keepdims=True)
-    place = jnp.arange(top_k)
-    lanes = jnp.where(place < above, lanes, jnp.take_along_axis(tied, jnp.maximum(place - above, 0), axis=1))
-
+    # The k lanes are in the k best parts. All ids of a part are below those of the next, so where parts tie, a sort
+    # that is stable has the one with the lowest ids first.
+    of_parts = jnp.max(largest.reshape(n, parts, STEP), axis=-1)
+    _, chosen = jax.lax.sort((-of_parts, jax.lax.broadcasted_iota(jnp.int32, (n, parts), 1)), num_keys=1)
+    lanes = (chosen[:, :top_k, None] * STEP + jnp.arange(STEP, dtype=jnp.int32)).reshape(n, -1)
+    values, leads = (jnp.take_along_axis(x, lanes, axis=1) for x in (largest, lead))
+    lanes = jax.lax.sort((-values, leads, lanes), num_keys=2)[2][:, :top_k]
     part, lane = lanes // STEP, lanes % STEP
     ids = (part[..., None] * share + jnp.arange(share)) * STEP + lane[..., None]
-    ids = ids.reshape(len(hidden), -1).astype(jnp.int32)
+    ids = ids.reshape(n, -1).astype(jnp.int32)
     logits = _logits_at(weight, hidden, ids)
     logits = jnp.where(jnp.isnan(logits), jnp.inf, jnp.where(logits == 0, 0.0, logits))
     order, ids = jax.lax.sort((jnp.where(ids < V, -logits, jnp.inf), ids), num_keys=2)

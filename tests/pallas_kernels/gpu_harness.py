@@ -103,9 +103,7 @@ def compile_for_gpu(function, device: str, *args, donate_argnums=()):
         for name in dumps:
             patch.setenv(name, "1")
         traced = jax.jit(function, donate_argnums=donate_argnums).trace(*placed)
-        # For a top_k of many rows XLA takes RAFT's, which asks the device while it is compiled.
-        options = {"xla_gpu_experimental_use_raft_select_k": False}
-        compiled = traced.lower(lowering_platforms=("cuda",)).compile(options)
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
         return compiled, _resources(Path(folder))
 
 
