@@ -23,6 +23,8 @@ TILE, GROUPS = 64, 2
 STEP = TILE * GROUPS
 # Nodes of a block, for which W is read once, and those that are summed and absorbed together.
 MAX_NODES, COLUMNS = 64, 16
+# Nodes of a block where they are drawn and top ids are wanted: more is kept for each, and 64 spill registers.
+MAX_LEADING = 40
 # Streaming multiprocessors of an H100 or H200, and what a block may fill with tiles.
 BLOCKS = 132
 TILE_BYTES = 220 << 10
@@ -32,22 +34,23 @@ COMPUTING, FETCHING = 232, 40
 HIGHEST = 3e38
 
 
-def block_sizes(nodes: int, width: int, top_k: int) -> tuple[int, int, int, int]:
+def block_sizes(nodes: int, width: int, top_k: int, sampled: bool) -> tuple[int, int, int, int]:
     """How the work is divided.
 
     Args:
         nodes: of all rows.
         width: D.
         top_k: as in the operation.
+        sampled: whether any node is drawn.
 
     Returns:
         Nodes of a block; how many blocks of nodes; how many blocks share the vocabulary for each of them; columns of W
         in a tile.
     """
-    blocks = pl.cdiv(nodes, MAX_NODES)
+    blocks = pl.cdiv(nodes, MAX_LEADING if sampled and top_k else MAX_NODES)
     columns = pl.cdiv(nodes, blocks * 8) * 8
-    # All blocks of nodes run side by side, so that W comes to the chip once. With top ids the lanes see few ids each,
-    # and blocks of nodes run one after another.
+    # All blocks of nodes run side by side, so that W comes to the chip once. With top ids there are more than run at a
+    # time, so that a lane sees few ids.
     parts = BLOCKS if top_k else max(BLOCKS // blocks, 1)
     return columns, blocks, parts, next(depth for depth in (128, 192, 64) if width % depth == 0)
 
@@ -234,8 +237,8 @@ def _absorb(state, product, rate, first, vocab: int):
 def _top_ids(weight, hidden, largest, lead, top_k: int, parts: int):
     """The `top_k` largest logits of each node and their ids, from the largest logit of each lane.
 
-    Each of them is in one of the k lanes with the largest ones (of lanes that tie, those with the lowest ids); the logits
-    of these lanes are made again.
+    Each of them is in one of the k lanes with the largest ones (of lanes that tie, those with the lowest ids), whose
+    logits are made again.
 
     Args:
         weight: W.
@@ -310,7 +313,7 @@ def verify_head(
         raise NotImplementedError(
             f"The kernel finds the most likely ids of at most {MAX_TOP_NODES} nodes of all rows: got {nodes}."
         )
-    columns, blocks, shares, depth = block_sizes(nodes, D, top_k)
+    columns, blocks, shares, depth = block_sizes(nodes, D, top_k, sampling.stochastic)
     parts = parts or min(shares, pl.cdiv(V, STEP))
     rows = columns * blocks
 

@@ -390,10 +390,12 @@ VERIFIES = (
 
 def test_sizes_of_verified_blocks():
     # A node, a tree, eight rows of trees with and without top ids, 64 rows of 64 nodes; SmolLM2's width and others.
-    assert verify_on_gpu.block_sizes(1, 2560, 0) == (8, 1, 132, 128)
-    assert verify_on_gpu.block_sizes(40, 4096, 16) == (40, 1, 132, 128)
-    assert verify_on_gpu.block_sizes(320, 2560, 0) == (64, 5, 26, 128)
-    assert verify_on_gpu.block_sizes(320, 2560, 8) == (64, 5, 132, 128)
-    assert verify_on_gpu.block_sizes(4096, 2560, 0) == (64, 64, 2, 128)
-    assert verify_on_gpu.block_sizes(65, 576, 0) == (40, 2, 66, 192)
-    assert verify_on_gpu.block_sizes(9, 320, 0) == (16, 1, 132, 64)
+    assert verify_on_gpu.block_sizes(1, 2560, 0, False) == (8, 1, 132, 128)
+    assert verify_on_gpu.block_sizes(40, 4096, 16, True) == (40, 1, 132, 128)
+    assert verify_on_gpu.block_sizes(64, 4096, 16, False) == (64, 1, 132, 128)
+    assert verify_on_gpu.block_sizes(64, 4096, 16, True) == (32, 2, 132, 128)
+    assert verify_on_gpu.block_sizes(320, 2560, 0, True) == (64, 5, 26, 128)
+    assert verify_on_gpu.block_sizes(320, 2560, 8, False) == (64, 5, 132, 128)
+    assert verify_on_gpu.block_sizes(4096, 2560, 0, True) == (64, 64, 2, 128)
+    assert verify_on_gpu.block_sizes(65, 576, 0, False) == (40, 2, 66, 192)
+    assert verify_on_gpu.block_sizes(9, 320, 0, True) == (16, 1, 132, 64)
