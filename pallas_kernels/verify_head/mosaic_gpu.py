@@ -23,8 +23,8 @@ TILE, GROUPS = 64, 2
 STEP = TILE * GROUPS
 # Nodes of a block, for which W is read once, and those that are summed and absorbed together.
 MAX_NODES, COLUMNS = 64, 16
-# Nodes of a block where they are drawn and top ids are wanted: more is kept for each, and 64 spill registers.
-MAX_LEADING = 40
+# Nodes of a block where some are drawn: more is kept for each, and 64 spill registers.
+MAX_DRAWN = 40
 # Streaming multiprocessors of an H100 or H200, and what a block may fill with tiles.
 BLOCKS = 132
 TILE_BYTES = 220 << 10
@@ -47,7 +47,7 @@ def block_sizes(nodes: int, width: int, top_k: int, sampled: bool) -> tuple[int,
         Nodes of a block; how many blocks of nodes; how many blocks share the vocabulary for each of them; columns of W
         in a tile.
     """
-    blocks = pl.cdiv(nodes, MAX_LEADING if sampled and top_k else MAX_NODES)
+    blocks = pl.cdiv(nodes, MAX_DRAWN if sampled else MAX_NODES)
     columns = pl.cdiv(nodes, blocks * 8) * 8
     # All blocks of nodes run side by side, so that W comes to the chip once. With top ids there are more than run at a
     # time, so that a lane sees few ids.
