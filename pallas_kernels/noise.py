@@ -40,13 +40,29 @@ def threefry_bits(key0: jax.Array, key1: jax.Array, index: jax.Array) -> jax.Arr
     return x0 ^ x1
 
 
-def gumbel_from_bits(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel numbers, float32, from int32 random bits, as `jdlite.decoding.sampling.gumbel` makes them."""
+def _uniform(bits: jax.Array) -> jax.Array:
+    """Numbers between 0 and 1, both excluded, from int32 random bits."""
     high = jax.lax.shift_right_logical(bits, jnp.int32(16)).astype(jnp.float32)
     low = (bits & jnp.int32(0xFFFF)).astype(jnp.float32)
     # Both halves are exact and their sum is rounded once: the float32 nearest to the unsigned number.
     uniform = (high * jnp.float32(65536) + low + jnp.float32(0.5)) * jnp.float32(2**-32)
-    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2**-24))))
+    return jnp.minimum(uniform, jnp.float32(1 - 2**-24))
+
+
+def gumbel_from_bits(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel numbers, float32, from int32 random bits, as `jdlite.decoding.sampling.gumbel` makes them."""
+    return -jnp.log(-jnp.log1p(-_uniform(bits)))
+
+
+def gumbel_without_log1p(bits: jax.Array) -> jax.Array:
+    """`gumbel_from_bits` but for the last places, for Mosaic GPU, which lacks log1p."""
+    uniform = _uniform(bits)
+    # log(1 - x) = log(w) x / (1 - w) with w the rounding of 1 - x: the errors of w cancel (Kahan).
+    rounded = jnp.float32(1) - uniform
+    missing = jnp.float32(1) - rounded
+    tiny = missing == 0
+    ratio = uniform / jnp.where(tiny, jnp.float32(1), missing)
+    return -jnp.log(jnp.where(tiny, uniform, -jnp.log(rounded) * ratio))
 
 
 def key_words(keys: jax.Array) -> jax.Array:

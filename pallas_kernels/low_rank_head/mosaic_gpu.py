@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.backends import MOSAIC_GPU, require_mosaic_gpu
 from pallas_kernels.low_rank_head.reference import dot
 from pallas_kernels.low_rank_head.types import Drafts, HeadWeights
-from pallas_kernels.noise import key_words, threefry_bits
+from pallas_kernels.noise import gumbel_without_log1p, key_words, threefry_bits
 from pallas_kernels.tuning import Question, choose, power_of_two
 
 MAX_ROWS, MAX_RANK = 64, 1024
@@ -24,20 +24,6 @@ BLOCKS = 132
 TILE_BYTES = 180 << 10
 # Below every logit, and finite, so that differences from it are numbers.
 LOWEST = -3e38
-
-
-def _gumbel(bits: jax.Array) -> jax.Array:
-    """`pallas_kernels.noise.gumbel_from_bits` without log1p, which Mosaic GPU lacks."""
-    high = jax.lax.shift_right_logical(bits, jnp.int32(16)).astype(jnp.float32)
-    low = (bits & jnp.int32(0xFFFF)).astype(jnp.float32)
-    uniform = (high * jnp.float32(65536) + low + jnp.float32(0.5)) * jnp.float32(2**-32)
-    uniform = jnp.minimum(uniform, jnp.float32(1 - 2**-24))
-    # log(1 - x) = log(w) x / (1 - w) with w the rounding of 1 - x: the errors of w cancel (Kahan).
-    rounded = jnp.float32(1) - uniform
-    missing = jnp.float32(1) - rounded
-    tiny = missing == 0
-    ratio = uniform / jnp.where(tiny, jnp.float32(1), missing)
-    return -jnp.log(jnp.where(tiny, uniform, -jnp.log(rounded) * ratio))
 
 
 def _sweep(u, output, words, heat, *, sampled: bool, blocks: int, plain: bool):
@@ -108,7 +94,8 @@ def _sweep(u, output, words, heat, *, sampled: bool, blocks: int, plain: bool):
                 norm = norm * jnp.exp(top - highest) + jnp.exp(logits - highest)
                 score = logits
                 if sampled:
-                    score = score + _gumbel(threefry_bits(in_lanes(keys[0]), in_lanes(keys[1]), ids)) * in_lanes(drawn)
+                    bits = threefry_bits(in_lanes(keys[0]), in_lanes(keys[1]), ids)
+                    score = score + gumbel_without_log1p(bits) * in_lanes(drawn)
                 score = jnp.where(logits != logits, jnp.inf, score)
                 # Strictly, so that the lowest id wins a tie.
                 better = score > best

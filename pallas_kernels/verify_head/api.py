@@ -12,13 +12,17 @@ from jdlite.decoding.penalties import History
 from jdlite.decoding.sampling import SamplingArrays
 from jdlite.decoding.tree import Tree
 from jdlite.errors import ConfigError
-from pallas_kernels.backends import MOSAIC_TPU, REFERENCE, dispatch
-from pallas_kernels.verify_head import mosaic_tpu, reference
+from pallas_kernels.backends import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, dispatch
+from pallas_kernels.verify_head import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.verify_head.types import Verified
 
 __all__ = ["Verified", "verify_head"]
 
-_BACKENDS = {REFERENCE: reference.verify_head, MOSAIC_TPU: mosaic_tpu.verify_head}
+_BACKENDS = {
+    REFERENCE: reference.verify_head,
+    MOSAIC_TPU: mosaic_tpu.verify_head,
+    MOSAIC_GPU: mosaic_gpu.verify_head,
+}
 
 
 def verify_head(
@@ -65,7 +69,8 @@ def verify_head(
         row_major: the weight was pinned to row-major order (`jax.experimental.layout.Format`), static. A TPU stores it
             transposed otherwise where D is no multiple of 128, and copies it wherever rows are gathered from it, as
             from a tied embedding. A wrong word costs a copy of the weight per call and changes no result.
-        backend: `"reference"`, `"mosaic_tpu"`, several names to try in order, or None to go by the device.
+        backend: `"reference"`, `"mosaic_tpu"`, `"mosaic_gpu"`, several names to try in order, or None to go by the
+            device.
 
     Returns:
         Tokens, their log-probabilities, most likely ids, acceptance, and whether the sweep was fused.

@@ -14,6 +14,7 @@ from jdlite.decoding.sampling import noise_key
 from pallas_kernels.backends import MOSAIC_TPU
 from pallas_kernels.noise import gumbel_from_bits, key_words, threefry_bits
 from pallas_kernels.tuning import Question, choose, power_of_two
+from pallas_kernels.verify_head.refusals import require_plain_sampling
 from pallas_kernels.verify_head.types import Verified
 
 LANES = 128
@@ -181,19 +182,7 @@ def verify_head(
     leaves it to the tuning table and `block_sizes`.
     """
     del history, generated  # only steps that are refused read them
-    steps = {
-        "top-k": sampling.uses_top_k,
-        "top-p": sampling.uses_top_p,
-        "min-p": sampling.uses_min_p,
-        "penalties": sampling.penalises,
-        "banned ids": sampling.bans,
-        "a minimum of new tokens": sampling.min_new,
-    }
-    refused = [name for name, used in steps.items() if used]
-    if refused:
-        raise NotImplementedError(
-            f"The kernel has greedy choice and temperature: the sampling uses {', '.join(refused)}."
-        )
+    require_plain_sampling(sampling)
     if weight.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"The kernel has float32 and bfloat16: got a weight in {weight.dtype}.")
     if top_k > MAX_TOP:

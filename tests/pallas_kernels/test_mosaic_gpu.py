@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,12 +15,15 @@ from pallas_kernels.commit_cache.api import commit_cache
 from pallas_kernels.commit_cache.mosaic_gpu import commit_cache as commit_on_gpu
 from pallas_kernels.low_rank_head import mosaic_gpu as head_on_gpu
 from pallas_kernels.low_rank_head.api import HeadWeights, low_rank_head, prepare
-from pallas_kernels.noise import gumbel_from_bits
+from pallas_kernels.noise import gumbel_from_bits, gumbel_without_log1p
 from pallas_kernels.tree_attention import mosaic_gpu as attention_on_gpu
 from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.verify_head import mosaic_gpu as verify_on_gpu
+from pallas_kernels.verify_head.api import verify_head
 from tests.pallas_kernels import test_commit_cache as commit
 from tests.pallas_kernels import test_low_rank_head as head
 from tests.pallas_kernels import test_tree_attention as attention
+from tests.pallas_kernels import test_verify_head as verify
 from tests.pallas_kernels.gpu_harness import compile_for_gpu, gpu_interpreter
 from tests.pallas_kernels.harness import copies_of
 
@@ -144,7 +148,7 @@ HOPPER = (
 def test_noise_without_log1p():
     bits = jnp.asarray(np.random.default_rng(0).integers(-(2**31), 2**31, 10_000), jnp.int32)
     bits = jnp.concatenate([jnp.array([0, 1, -1, -2, 2**31 - 1, -(2**31)], jnp.int32), jnp.arange(300), bits])
-    np.testing.assert_allclose(head_on_gpu._gumbel(bits), gumbel_from_bits(bits), rtol=1e-6, atol=5e-7)
+    np.testing.assert_allclose(gumbel_without_log1p(bits), gumbel_from_bits(bits), rtol=1e-6, atol=5e-7)
 
 
 @needs_new_jax
@@ -228,3 +232,172 @@ def test_old_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu: The Hopper kernels need JAX 0.12"):
         commit_cache(*commit.make([0], [1]), backend="mosaic_gpu")
+
+
+def in_bfloat16(weight, hidden):
+    """A bfloat16 weight and states, as wide as the kernel takes, with the same products.
+
+    A float32 number is three bfloat16 parts, and pairs of parts stand side by side. What is not finite is in one pair
+    only, so that it meets no zero.
+    """
+    pairs = [(0, 0)]
+    if weight.dtype == jnp.float32:
+        pairs += [(i, j) for i in range(3) for j in range(3) if 0 < i + j < 3]
+
+    def parts(x):
+        whole, rest, found = x.astype(jnp.bfloat16), jnp.where(jnp.isfinite(x), x, 0), []
+        for _ in range(3):
+            found.append(rest.astype(jnp.bfloat16))
+            rest = rest - found[-1].astype(x.dtype)
+        return whole, found
+
+    def wide(x, side):
+        whole, found = parts(x)
+        x = jnp.concatenate([whole, *(found[pair[side]] for pair in pairs[1:])], axis=-1)
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % 64),))
+
+    return wide(weight, 0), wide(hidden, 1)
+
+
+@needs_new_jax
+class TestVerifyHead(verify.HeadCases):
+    """With products from plain loads, so that the race detector sees all operands, but where `plain` is False."""
+
+    fused = True
+
+    def run(self, weight, hidden, *args, path_length, top_k=0, parts=2, plain=True, **options):
+        def call(*args):
+            return verify_on_gpu.verify_head(*args, top_k, path_length, parts=parts, plain=plain, **options)
+
+        with gpu_interpreter():
+            return jax.block_until_ready(jax.jit(call)(*in_bfloat16(weight, hidden), *args))
+
+    @pytest.mark.parametrize(
+        ("temperature", "plain"), [(0.0, False), ((0.0, 0.7, 1.6), False), ((1.0, 0.0, 0.5), True)]
+    )
+    def test_a_wide_weight_comes_in_tiles(self, temperature, plain):
+        # Five tiles across in a ring that has fewer places than the 15 of a share; 24 columns for 21 nodes; the last
+        # ids are those of one group.
+        case = verify.make(V=700, D=320, B=3, N=7, temperature=temperature, dtype=jnp.bfloat16, seed=1)
+        tokens, log_prob, ids, largest, margin = verify.oracle(case, top_k=6)
+        assert margin.min() > 1e-3
+        out = self.run(*case.args, top_k=6, path_length=7, plain=plain)
+        np.testing.assert_array_equal(out.tokens, tokens)
+        np.testing.assert_array_equal(out.top_ids, ids)
+        np.testing.assert_allclose(out.top_logits, largest, atol=1e-4)
+        np.testing.assert_allclose(out.log_prob, log_prob, atol=2e-4)
+        assert not out.broken.any()
+        verify.check_walk(case, out)
+
+    @pytest.mark.parametrize("top_k", [0, 3])
+    def test_more_nodes_than_a_block_takes(self, top_k):
+        case = verify.make(V=600, D=64, B=3, N=25, temperature=(0.0, 1.0, 0.5), dtype=jnp.bfloat16, seed=7)
+        tokens, log_prob, ids, _, margin = verify.oracle(case, top_k=top_k)
+        assert margin.min() > 1e-4
+        out = self.run(*case.args, top_k=top_k, path_length=25)
+        np.testing.assert_array_equal(out.tokens, tokens)
+        np.testing.assert_array_equal(out.top_ids, ids)
+        np.testing.assert_allclose(out.log_prob, log_prob, atol=2e-4)
+        verify.check_walk(case, out)
+
+    def test_shares_of_which_one_is_empty(self):
+        case = verify.make(V=391, D=64, B=1, N=2, dtype=jnp.bfloat16)
+        out = self.run(*case.args, path_length=2, parts=5, plain=False)
+        np.testing.assert_array_equal(out.tokens, verify.oracle(case)[0])
+
+    def test_a_large_vocabulary(self):
+        case = verify.make(V=4096, D=128, B=2, N=5, temperature=(0.9, 0.0), dtype=jnp.bfloat16, seed=2)
+        tokens, log_prob, ids, _, margin = verify.oracle(case, top_k=8)
+        assert margin.min() > 1e-3
+        out = self.run(*case.args, top_k=8, path_length=5, parts=3, plain=False)
+        np.testing.assert_array_equal(out.tokens, tokens)
+        np.testing.assert_array_equal(out.top_ids, ids)
+        np.testing.assert_allclose(out.log_prob, log_prob, atol=2e-4)
+
+    def test_a_tie_of_lanes_goes_to_the_lowest_id(self):
+        # Three equal logits; the lane of the highest id has the lowest number.
+        case = verify.make(V=391, D=64, B=1, N=1, dtype=jnp.bfloat16, whole=True)
+        weight = jnp.zeros_like(case.weight).at[jnp.array([140, 300, 385])].set(case.hidden[0, 0])
+        out = self.run(weight, *case.args[1:], top_k=2, path_length=1, parts=1)
+        np.testing.assert_array_equal(out.top_ids, [[[140, 300]]])
+        out = self.run(jnp.zeros_like(weight), *case.args[1:], top_k=16, path_length=1)
+        np.testing.assert_array_equal(out.tokens, [[0]])
+        np.testing.assert_array_equal(out.top_ids[0, 0], np.arange(16))
+        np.testing.assert_allclose(out.log_prob, -np.log(391), rtol=1e-6)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_infinity_is_not_broken(self, temperature):
+        case = verify.make(V=300, D=64, B=1, N=3, temperature=temperature, dtype=jnp.bfloat16)
+        hidden = case.hidden.at[0, 0, 0].set(jnp.inf).at[0, 1, 0].set(jnp.nan)
+        out = self.run(case.weight, hidden, *case.args[2:], top_k=2, path_length=3)
+        np.testing.assert_array_equal(out.broken, [[False, True, False]])
+        # The lowest ids whose logits are +inf, or NaN.
+        positive = np.flatnonzero(np.asarray(case.weight[:, 0], np.float32) > 0)
+        np.testing.assert_array_equal(out.tokens[0, :2], [positive[0], 0])
+        np.testing.assert_array_equal(out.top_ids[0, :2], [positive[:2], [0, 1]])
+        assert not np.isfinite(out.log_prob[0, :2]).any()
+        assert np.isfinite(out.log_prob[0, 2])
+        np.testing.assert_array_equal(out.tokens[0, 2], verify.oracle(case)[0][0, 2])
+
+    def test_through_the_api(self):
+        case = verify.make(V=140, D=64, B=1, N=2, dtype=jnp.bfloat16)
+        call = functools.partial(verify_head, path_length=2, backend=("mosaic_gpu", "reference"))
+        with gpu_interpreter():
+            out = jax.block_until_ready(jax.jit(call)(*case.args))
+        assert out.fused
+        np.testing.assert_array_equal(out.tokens, verify.oracle(case)[0])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("V", "D"), [(151_936, 2560), (151_936, 4096), (49_152, 576)])
+    def test_compiles_without_spills_or_copies_of_the_weight(self, V, D):
+        for rows, nodes, temperature, top_k in VERIFIES:
+            args: tuple = verify.shapes(V, D, rows, nodes, jnp.bfloat16, temperature)
+            call = functools.partial(verify.call_kernel, kernel=verify_on_gpu.verify_head, top_k=top_k)
+            drawn = "drawn" if temperature else "argmax"
+            title = f"verify_head V={V} D={D} {rows} rows of {nodes} nodes, {drawn}, top {top_k}"
+            for compiled in compile_and_check(title, call, args, instructions=("wgmma.mma_async",)):
+                assert not copies_of(compiled.as_text(), args[0]), title
+                assert compiled.memory_analysis().temp_size_in_bytes < 256 << 20, title
+
+    def test_refusals(self):
+        def refused(match, case, **options):
+            with pytest.raises(NotImplementedError, match=match):
+                verify_head(*case.args, path_length=2, backend="mosaic_gpu", **options)
+
+        narrow: Any = {"B": 1, "N": 2, "dtype": jnp.bfloat16}
+        refused("bfloat16: got a weight in float32", verify.make(B=1, N=2, D=64))
+        refused("multiple of 64 and at most 16384: got 72", verify.make(D=72, **narrow))
+        refused("at most 16 most likely ids: got 17", verify.make(D=64, **narrow), top_k=17)
+        many = verify.make(D=64, B=9, N=57, dtype=jnp.bfloat16)
+        refused("at most 512 nodes of all rows: got 513", many, top_k=1)
+        rows = [verify.Sampling(temperature=0.7, top_k=20, top_p=0.8)]
+        refused("uses top-k, top-p", dataclasses.replace(verify.make(D=64, **narrow), rows=rows))
+
+
+# Rows, nodes of each, temperature and top k; no two have the same kernel.
+VERIFIES = (
+    (1, 1, 0.0, 0),
+    (8, 1, 0.7, 0),
+    (1, 8, 0.7, 8),
+    (1, 40, 0.0, 16),
+    (1, 40, 0.7, 0),
+    (8, 8, 0.0, 0),
+    (8, 8, 0.7, 8),
+    (8, 40, 0.0, 8),
+    (8, 40, 0.7, 0),
+)
+
+
+def test_sizes_of_verified_blocks():
+    # A node, a tree, eight rows of trees with and without top ids, 64 rows of 64 nodes; SmolLM2's width and others.
+    assert verify_on_gpu.block_sizes(1, 2560, 0, False) == (8, 1, 132, 128)
+    assert verify_on_gpu.block_sizes(40, 4096, 16, True) == (40, 1, 132, 128)
+    assert verify_on_gpu.block_sizes(64, 4096, 16, False) == (64, 1, 132, 128)
+    assert verify_on_gpu.block_sizes(64, 4096, 16, True) == (32, 2, 132, 128)
+    assert verify_on_gpu.block_sizes(320, 2560, 0, False) == (64, 5, 26, 128)
+    assert verify_on_gpu.block_sizes(320, 2560, 0, True) == (40, 8, 16, 128)
+    assert verify_on_gpu.block_sizes(320, 2560, 8, False) == (64, 5, 132, 128)
+    assert verify_on_gpu.block_sizes(4096, 2560, 0, False) == (64, 64, 2, 128)
+    assert verify_on_gpu.block_sizes(4096, 2560, 0, True) == (40, 103, 1, 128)
+    assert verify_on_gpu.block_sizes(65, 576, 0, False) == (40, 2, 66, 192)
+    assert verify_on_gpu.block_sizes(9, 320, 0, True) == (16, 1, 132, 64)

@@ -401,12 +401,22 @@ class TestMosaicTpu(HeadCases):
             verify_head(*args, keys, path_length=2, backend=("mosaic_tpu", "reference"))
 
 
-def call_kernel(weight, hidden, parents, valid, drafts, positions, sampling, keys, top_k=0, row_major=False):
-    """The kernel from a tree's parents on, as the decoder would have it."""
+def call_kernel(
+    weight,
+    hidden,
+    parents,
+    valid,
+    drafts,
+    positions,
+    sampling,
+    keys,
+    top_k=0,
+    row_major=False,
+    kernel=mosaic_tpu.verify_head,
+):
+    """A kernel from a tree's parents on, as the decoder would have it."""
     tree = Tree.from_parents(parents, valid)
-    return mosaic_tpu.verify_head(
-        weight, hidden, tree, drafts, positions, sampling, keys, top_k, PATH, row_major=row_major
-    )
+    return kernel(weight, hidden, tree, drafts, positions, sampling, keys, top_k, PATH, row_major=row_major)
 
 
 def shapes(V, D, B, N, dtype, temperature):
