@@ -157,7 +157,7 @@ def _sweep(hidden, weight, words, heat, *, columns: int, parts: int, depth: int,
             for (start, size), state in zip(chunks, states, strict=True):
                 for out, value in zip(outs, state, strict=True):
                     where = out.at[part, group, :, pl.ds(block * columns + start, size)]
-                    plgpu.store(where, value, optimized=False)  # pyright: ignore
+                    plgpu.store(where, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
 
         @pl.when(group == GROUPS)
         def _fetch():

@@ -266,9 +266,8 @@ class TestVerifyHead(verify.HeadCases):
     fused = True
 
     def run(self, weight, hidden, *args, path_length, top_k=0, parts=2, plain=True, **options):
-        def call(*args):
-            return verify_on_gpu.verify_head(*args, top_k, path_length, parts=parts, plain=plain, **options)
-
+        options = {"top_k": top_k, "path_length": path_length, "parts": parts, "plain": plain, **options}
+        call = functools.partial(verify_on_gpu.verify_head, **options)
         with gpu_interpreter():
             return jax.block_until_ready(jax.jit(call)(*in_bfloat16(weight, hidden), *args))
 
