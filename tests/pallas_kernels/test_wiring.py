@@ -325,6 +325,7 @@ def test_a_plain_step_of_qwen3_4b_compiles(qwen3_4b):
     with use_backend("mosaic_tpu"):
         compiled = compile_for_tpu(plain_step, CHIP, qwen3_4b, tokens, cache, donate_argnums=(2,))
     assert_kernels_without_copies(compiled, 37, cache)
+    tell("plain step", compiled, bytes_of((qwen3_4b, cache)))
 
 
 @pytest.mark.slow
@@ -337,6 +338,9 @@ def test_a_round_of_qwen3_4b_with_dlite_compiles(qwen3_4b):
         compiled = compile_for_tpu(one_round, CHIP, *args, donate_argnums=(2, 4))
     # One of each head besides attention and commit.
     assert_kernels_without_copies(compiled, 39, (args[2].cache, drafter.packed, table_of(qwen3_4b)))
+    # The drafter's layers and small parts of its head once, W_o seven times.
+    floor = bytes_of((qwen3_4b, args[2].cache, network.layers)) + 7 * bytes_of(drafter.packed.output)
+    tell("DLite round", compiled, floor)
 
 
 @pytest.mark.slow
@@ -345,6 +349,7 @@ def test_a_round_of_qwen3_4b_with_adapld_compiles(qwen3_4b):
     with use_backend("mosaic_tpu"):
         compiled = compile_for_tpu(one_round, CHIP, *args, donate_argnums=(2, 4))
     assert_kernels_without_copies(compiled, 38, (args[2].cache, table_of(qwen3_4b)))
+    tell("AdaPLD round", compiled, bytes_of((qwen3_4b, args[2].cache)))
 
 
 @pytest.mark.slow
@@ -359,6 +364,7 @@ def test_a_plain_step_of_qwen3_4b_split_over_four_chips_compiles(qwen3_4b):
     memory = compiled.memory_analysis()
     assert whole / 4 < memory.argument_size_in_bytes < 1.01 * whole / 4
     assert memory.temp_size_in_bytes < whole / 100
+    tell("plain step, a chip of four", compiled, whole / 4)
     text = compiled.as_text()
     assert not re.findall(r"= .* (?:all-gather|all-to-all|collective-permute)\(", text), "no weight travels"
     # What the row-parallel products sum across chips: one vector after attention, one after the feed-forward.
@@ -368,6 +374,21 @@ def test_a_plain_step_of_qwen3_4b_split_over_four_chips_compiles(qwen3_4b):
 def table_of(model):
     """Shape of the embedding table, which is the LM head too."""
     return model.embed.weight.get_value()
+
+
+def bytes_of(arrays) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def tell(what, compiled, floor) -> None:
+    """Print what the compiler says that a program needs (`pytest -s`); a loop's body counts once."""
+    text = compiled.as_text()
+    in_kernels = sum(int(size) for size in re.findall(r'"bytes_accessed":"?(\d+)', text))
+    accessed, kept = compiled.cost_analysis()["bytes accessed"], compiled.memory_analysis().temp_size_in_bytes
+    print(
+        f"\n{what}: temporaries {kept / 1e6:.1f} MB; bytes accessed {accessed / 1e9:.2f} GB, of which the kernels say "
+        f"{in_kernels / 1e9:.2f} GB; floor {floor / 1e9:.2f} GB"
+    )
 
 
 def assert_kernels_without_copies(compiled, kernels, arrays):
