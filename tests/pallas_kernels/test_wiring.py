@@ -175,12 +175,11 @@ def dlite(mode="match", **options) -> DLiteDrafter:
 @pytest.mark.parametrize(
     ("drafter", "wide", "sampling"),
     [
-        (PromptLookup(), WIDE, GREEDY),
         (AdaPLD(), WIDE, GREEDY),
         (dlite(), {}, [Sampling(temperature=0.7), GREEDY]),
         (dlite("rejection", anchor_group_size=2), {}, [Sampling(temperature=0.7), GREEDY]),
     ],
-    ids=["pld", "adapld", "dlite", "rejection"],
+    ids=["adapld", "dlite", "rejection"],
 )
 def test_decoding_gives_the_same_tokens(drafter, wide, sampling):
     model = tiny_model(DRAFTED, **wide)
