@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 import jdlite
 from jdlite.errors import PromptError
 from jdlite.evaluation.tasks import Row
+from tests.scripts import load_script
 from tests.tiny_target import save_tiny_target
-
-PATH = Path(__file__).parents[1] / "scripts" / "tau_by_length.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("tau_by_length", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tau_by_length")
 
 
 @pytest.fixture(scope="module")

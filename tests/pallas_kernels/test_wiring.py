@@ -252,6 +252,9 @@ def test_the_heads_weights_are_packed_once_and_only_where_the_kernel_is_to_run()
     np.testing.assert_allclose(output_logits(head.weights(), u), head.logits(u), atol=1e-5)
     with use_backend("mosaic_gpu"):
         assert drafter.fit(model).packed is None
+    with use_backend("mosaic_tpu"):
+        fitted = drafter.fit(model)
+        assert fitted.fit(model) is fitted, "packed once, however many sessions it serves"
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the Hopper kernels need JAX 0.12")
@@ -359,7 +362,7 @@ def test_a_plain_step_of_qwen3_4b_split_over_four_chips_compiles(qwen3_4b):
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(None)))
     compiled = jax.jit(plain_step, donate_argnums=(2,)).lower(model, tokens, cache).compile()
     # A quarter of all weights and of the cache on each chip, besides norms.
-    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((model, cache)))
+    whole = bytes_of((model, cache))
     memory = compiled.memory_analysis()
     assert whole / 4 < memory.argument_size_in_bytes < 1.01 * whole / 4
     assert memory.temp_size_in_bytes < whole / 100
