@@ -17,7 +17,7 @@ from jdlite.decoding.sampling import DRAFT, gumbel, noise_key
 from pallas_kernels.backends import MOSAIC_TPU
 from pallas_kernels.benchmark import Case, Operation, Setting, main, normal
 from pallas_kernels.low_rank_head import reference
-from pallas_kernels.low_rank_head.api import _BACKENDS, HeadWeights, prepare
+from pallas_kernels.low_rank_head.api import _BACKENDS, HeadWeights, prepare, quantise
 
 TEMPERATURE = 0.8
 # What rounding may do: to u relative to the largest; to the score of a chosen token; to a log-probability with the same
@@ -41,21 +41,36 @@ def random_weights(vocab: int, rank: int, width: int, dtype: Any, seed: int = 0)
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Greedy and drawn drafts of all models and numbers of rows; the floor is W_o once per step."""
+    """Greedy and drawn drafts of all models and numbers of rows; the floor is W_o, and its scales, once per step."""
     for name, (_, c) in setting.models.items():
         for rows in setting.rows:
-            for drawn in (False, True):
+            for kind, drawn, output in (
+                ("greedy", False, setting.dtype),
+                ("greedy, int8", False, "int8"),
+                ("drawn", True, setting.dtype),
+            ):
                 yield Case(
-                    "drawn" if drawn else "greedy",
+                    kind,
                     {"model": name, "batch": rows},
-                    c.num_drafts * c.vocab_size * c.rank * jnp.dtype(setting.dtype).itemsize,
-                    partial(_arguments, c.vocab_size, c.rank, c.hidden_size, c.num_drafts, rows, drawn, setting.dtype),
+                    c.num_drafts * c.vocab_size * (c.rank * jnp.dtype(output).itemsize + 4 * (output == "int8")),
+                    partial(
+                        _arguments,
+                        *(c.vocab_size, c.rank, c.hidden_size, c.num_drafts),
+                        rows,
+                        drawn,
+                        setting.dtype,
+                        output,
+                    ),
                 )
 
 
-def _arguments(V: int, R: int, D: int, K: int, B: int, drawn: bool, dtype: str) -> tuple:
+def _arguments(V: int, R: int, D: int, K: int, B: int, drawn: bool, dtype: str, output: str) -> tuple:
+    weights = random_weights(V, R, D, dtype)
+    if output != dtype:
+        rounded, scale = quantise(weights.output, jnp.dtype(output))
+        weights = dataclasses.replace(weights, output=rounded, output_scale=scale)
     args = (
-        random_weights(V, R, D, dtype),
+        weights,
         normal(jax.random.key(1), (B, K, D), dtype),
         jnp.arange(B, dtype=jnp.int32) * 7 % V,
         jnp.zeros((B, R), jnp.float32),

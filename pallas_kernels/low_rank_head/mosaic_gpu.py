@@ -13,7 +13,8 @@ from pallas_kernels.low_rank_head.types import Drafts, HeadWeights
 from pallas_kernels.noise import gumbel_without_log1p, key_words, threefry_bits
 from pallas_kernels.tuning import Question, choose, power_of_two
 
-MAX_ROWS, MAX_RANK = 64, 1024
+# Higher ranks with a W_o of eight bits spill registers, and above 704 two tiles in bfloat16 no longer fit.
+MAX_ROWS, MAX_RANK = 64, 512
 # Rows of W_o in a tile: what one wgmma takes. The drafted rows are its columns, since a batch is small and 64 of them
 # would be mostly noise for nobody.
 TILE = 64
@@ -22,16 +23,19 @@ ROWS = 32
 # Streaming multiprocessors of an H100 or H200, and what a block may fill with tiles.
 BLOCKS = 132
 TILE_BYTES = 180 << 10
+# Columns of W_o that go through the registers at once where eight bits are made sixteen.
+PIECE = 64
 # Below every logit, and finite, so that differences from it are numbers.
 LOWEST = -3e38
 
 
-def _sweep(u, output, words, heat, *, sampled: bool, blocks: int, plain: bool):
+def _sweep(u, output, scale, words, heat, *, sampled: bool, blocks: int, plain: bool):
     """What each lane of each block saw of its share: best score, its id, largest logit, sum of exponentials.
 
     Args:
         u: `[rows, R]` bfloat16, rows a multiple of `width`.
-        output: W_o, `[V, R]`.
+        output: W_o, `[V, R]`, bfloat16, int8 or float8_e4m3fn.
+        scale: `[V]` float32, what a row of `output` is multiplied by; None for bfloat16.
         words: `[2, rows]` int32, the key of each row.
         heat: `[2, rows]` float32, inverse temperature, and 1 where the row is drawn.
         sampled: whether any row is drawn.
@@ -46,11 +50,14 @@ def _sweep(u, output, words, heat, *, sampled: bool, blocks: int, plain: bool):
     width = min(rows, ROWS)
     tiles = -(-V // TILE)
     share = -(-tiles // blocks)
-    stages = max(2, min(6, TILE_BYTES // (TILE * R * 2)))
+    stages = max(2, min(6, TILE_BYTES // (TILE * R * output.dtype.itemsize)))
+    scaled = scale is not None
 
-    def sweep_vocabulary(
-        u, output, words, heat, best_out, token_out, top_out, norm_out, u_tile, tile, u_in, arrived, used
-    ):
+    def sweep_vocabulary(*refs):
+        u, output, words, heat, *refs = refs
+        scale, *refs = refs if scaled else (None, *refs)
+        best_out, token_out, top_out, norm_out, u_tile, tile, u_in, arrived, used, *refs = refs
+        scale_tile = refs[0] if scaled else None
         part, block, group = (jax.lax.axis_index(name) for name in ("part", "block", "group"))
         begin = part * share
         mine = jnp.clip(tiles - begin, 0, share)
@@ -77,16 +84,34 @@ def _sweep(u, output, words, heat, *, sampled: bool, blocks: int, plain: bool):
                 plgpu.barrier_wait(arrived.at[slot])
                 if plain:
                     product = jax.lax.dot_general(
-                        tile[slot], u_tile[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+                        tile[slot].astype(u_tile.dtype),
+                        u_tile[...],
+                        (((1,), (1,)), ((), ())),
+                        preferred_element_type=jnp.float32,
                     )
                     plgpu.commit_smem()
                 else:
 
                     def multiply(sums):
-                        plgpu.wgmma(sums, tile.at[slot], u_tile.transpose((1, 0)))
+                        if not scaled:
+                            plgpu.wgmma(sums, tile.at[slot], u_tile.transpose((1, 0)))
+                            return sums[...]
+                        # wgmma takes both operands in one type, so eight bits are widened in registers, exactly.
+                        for start in range(0, R, PIECE):
+                            across = pl.ds(start, PIECE)
+                            wide = tile[slot, :, across]
+                            if wide.dtype == jnp.float8_e4m3fn:  # there is no instruction for one step
+                                wide = wide.astype(jnp.float32)
+                            wide = wide.astype(u_tile.dtype)
+                            plgpu.wgmma(sums, wide, u_tile.at[:, across].transpose((1, 0)))
+                            plgpu.wgmma_wait(0)
                         return sums[...]
 
                     product = pl.run_scoped(multiply, plgpu.ACC((TILE, width), jnp.float32))
+                if scale_tile is not None:
+                    layout = plgpu.Layout.WGMMA.reduce(1)
+                    of_ids = plgpu.load(scale_tile.at[slot], layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+                    product = product * jax.lax.broadcast_in_dim(of_ids, (TILE, width), (0,))
                 plgpu.barrier_arrive(used.at[slot])
                 ids = lane + (begin + step) * TILE
                 logits = jnp.where(ids < V, product * in_lanes(inverse), -jnp.inf)
@@ -119,11 +144,17 @@ def _sweep(u, output, words, heat, *, sampled: bool, blocks: int, plain: bool):
                 def _():
                     plgpu.barrier_wait(used.at[slot])
 
-                plgpu.copy_gmem_to_smem(output.at[pl.ds((begin + step) * TILE, TILE)], tile.at[slot], arrived.at[slot])
+                down = pl.ds((begin + step) * TILE, TILE)
+                plgpu.copy_gmem_to_smem(output.at[down], tile.at[slot], arrived.at[slot])
+                if scale is not None:
+                    plgpu.copy_gmem_to_smem(scale.at[down], scale_tile.at[slot], arrived.at[slot])
 
     of = jax.ShapeDtypeStruct
     kept = [of((blocks, TILE, rows), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
-    layout = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+
+    def layout(dtype):
+        return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64 * jnp.dtype(dtype).itemsize)
+
     out = plgpu.kernel(
         sweep_vocabulary,
         out_type=tuple(kept),
@@ -132,14 +163,15 @@ def _sweep(u, output, words, heat, *, sampled: bool, blocks: int, plain: bool):
         num_threads=2,
         thread_name="group",
         scratch_types=[
-            plgpu.SMEM((width, R), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM((stages, TILE, R), jnp.bfloat16, transforms=layout),
+            plgpu.SMEM((width, R), u.dtype, transforms=layout(u.dtype)),
+            plgpu.SMEM((stages, TILE, R), output.dtype, transforms=layout(output.dtype)),
             plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=1 + scaled),
             plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
+            *([plgpu.SMEM((stages, TILE), jnp.float32)] if scaled else []),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(u, output, words, heat)
+    )(u, output, words, heat, *([scale] if scaled else []))
     return [x.reshape(blocks * TILE, rows) for x in out]
 
 
@@ -163,9 +195,10 @@ def low_rank_head(
         raise NotImplementedError("These weights are packed for a TPU; pass them as they are stored.")
     dtype, R = weights.embed.dtype, weights.embed.shape[1]
     V, B = weights.output.shape[0], hidden.shape[0]
-    for name, x in (("weights", weights.embed), ("W_o", weights.output)):
-        if x.dtype != jnp.bfloat16:
-            raise NotImplementedError(f"The kernel has bfloat16: got {name} in {x.dtype}.")
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"The kernel has bfloat16: got weights in {dtype}.")
+    if weights.output.dtype not in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
+        raise NotImplementedError(f"W_o may be bfloat16, int8 or float8_e4m3fn: got {weights.output.dtype}.")
     if R % 64 or not 0 < R <= MAX_RANK:
         raise NotImplementedError(f"The rank must be a multiple of 64 and at most {MAX_RANK}: got {R}.")
     if B > MAX_ROWS:
@@ -209,6 +242,7 @@ def low_rank_head(
             for x in _sweep(
                 jnp.pad(u, ((0, rows - B), (0, 0))),
                 weights.output,
+                weights.output_scale,
                 spread,
                 heat,
                 sampled=sampled,
@@ -222,6 +256,8 @@ def low_rank_head(
         # The chosen rows are read once more, so that the sweep need not carry their logits along.
         chosen = jnp.take(weights.output, tokens, axis=0).astype(jnp.float32)
         picked = jnp.einsum("br,br->b", chosen, u.astype(jnp.float32), precision="highest") * inverse
+        if weights.output_scale is not None:
+            picked = picked * weights.output_scale[tokens]
         return (state, tokens), (tokens, picked - total, u)
 
     carry = (state.astype(jnp.float32), anchor.astype(jnp.int32))

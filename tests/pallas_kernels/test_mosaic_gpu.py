@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels.commit_cache.api import commit_cache
 from pallas_kernels.commit_cache.mosaic_gpu import commit_cache as commit_on_gpu
 from pallas_kernels.low_rank_head import mosaic_gpu as head_on_gpu
-from pallas_kernels.low_rank_head.api import HeadWeights, low_rank_head, prepare
+from pallas_kernels.low_rank_head.api import HeadWeights, low_rank_head, prepare, quantise
 from pallas_kernels.noise import gumbel_from_bits, gumbel_without_log1p
 from pallas_kernels.tree_attention import mosaic_gpu as attention_on_gpu
 from pallas_kernels.tree_attention.api import tree_attention
@@ -178,6 +178,16 @@ class TestLowRankHead:
         options = {"keys": head.draw_keys(40, 1), "temperature": jnp.ones(40)}
         self.check(args, options, blocks=2, plain=True)
 
+    @pytest.mark.parametrize("rounded", [jnp.int8, jnp.float8_e4m3fn])
+    def test_eight_bits(self, rounded):
+        # Products by plain loads only: the interpreter has no wgmma with an operand in registers.
+        weights, *rest = head.make(V=300, R=192, B=2, K=2, dtype=jnp.bfloat16)
+        output, scale = quantise(weights.output * jnp.linspace(0.5, 2, 300, dtype=jnp.bfloat16)[:, None], rounded)
+        weights = dataclasses.replace(weights, output=output, output_scale=scale)
+        self.check((weights, *rest), {}, blocks=4, plain=True)
+        options = {"keys": head.draw_keys(2, 2), "temperature": jnp.array([0.7, 0.0])}
+        self.check((weights, *rest), options, blocks=2, plain=True)
+
     def test_a_tie_goes_to_the_lowest_id_and_nan_is_told(self):
         weights, *rest = head.make(V=300, R=64, B=1, K=1, dtype=jnp.bfloat16)
         tied = dataclasses.replace(weights, output=jnp.zeros_like(weights.output))
@@ -187,9 +197,10 @@ class TestLowRankHead:
 
     @pytest.mark.slow
     def test_compiles_without_spills_or_copies_of_a_weight(self):
-        for V, D, rows, sampled in HEADS:
-            args: tuple = head_shapes(V, 320, D, rows, sampled)
-            title = f"low_rank_head V={V} D={D} {rows} rows {'drawn' if sampled else 'argmax'}"
+        for V, R, D, rows, sampled, dtype in HEADS:
+            args: tuple = head_shapes(V, R, D, rows, sampled, dtype)
+            drawn = "drawn" if sampled else "argmax"
+            title = f"low_rank_head V={V} R={R} D={D} {rows} rows {drawn} {jnp.dtype(dtype).name}"
             for compiled in compile_and_check(
                 title, head_on_gpu.low_rank_head, args, instructions=("wgmma.mma_async",)
             ):
@@ -198,7 +209,8 @@ class TestLowRankHead:
     def test_refusals(self):
         for options, message in (
             ({"dtype": jnp.float32}, "got weights in float32"),
-            ({"R": 24, "dtype": jnp.bfloat16}, "multiple of 64 and at most 1024: got 24"),
+            ({"R": 24, "dtype": jnp.bfloat16}, "multiple of 64 and at most 512: got 24"),
+            ({"R": 576, "dtype": jnp.bfloat16, "K": 1}, "at most 512: got 576"),
             ({"R": 64, "B": 65, "K": 1, "dtype": jnp.bfloat16}, "at most 64 rows: got 65"),
         ):
             weights, *rest = head.make(**options)
@@ -210,17 +222,26 @@ class TestLowRankHead:
             low_rank_head(prepare(weights, "mosaic_tpu"), *rest, backend="mosaic_gpu")
 
 
-# V, D, rows and whether they are drawn: Qwen3-0.6B, 4B and 8B.
-HEADS = ((151_936, 1024, 1, False), (151_936, 2560, 8, True), (151_936, 4096, 64, True))
+# V, R, D, rows, whether they are drawn, and the dtype of W_o: Qwen3-0.6B, 4B and 8B.
+HEADS = (
+    (151_936, 320, 1024, 1, False, jnp.bfloat16),
+    (151_936, 320, 2560, 8, True, jnp.bfloat16),
+    (151_936, 512, 4096, 64, True, jnp.bfloat16),
+    (151_936, 320, 2560, 1, False, jnp.int8),
+    (151_936, 512, 4096, 64, True, jnp.int8),
+    (151_936, 320, 2560, 8, True, jnp.float8_e4m3fn),
+    (151_936, 512, 4096, 64, True, jnp.float8_e4m3fn),
+)
 
 
-def head_shapes(V, R, D, B, sampled, K=7):
-    """Arguments of the kernel as shapes, in bfloat16."""
-    of = jax.ShapeDtypeStruct
-    sizes = ((V, R), (2 * R, 2 * R), (2 * R,), (R, R + D), (R,), (V, R))
-    tables: Any = [of(size, jnp.bfloat16) for size in sizes]
+def head_shapes(V, R, D, B, sampled, dtype, K=7):
+    """Arguments of the kernel as shapes, in bfloat16 but for W_o, which is in `dtype`."""
+    of: Any = jax.ShapeDtypeStruct
+    sizes = ((V, R), (2 * R, 2 * R), (2 * R,), (R, R + D), (R,))
+    tables = [of(size, jnp.bfloat16) for size in sizes]
+    scale = of((V,), jnp.float32) if jnp.dtype(dtype).itemsize == 1 else None
     args = (
-        HeadWeights(*tables),
+        HeadWeights(*tables, of((V, R), dtype), scale),
         of((B, K, D), jnp.bfloat16),
         of((B,), jnp.int32),
         of((B, R), jnp.float32),
