@@ -9,8 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdlite.decoding.accept import sample_and_match
 from jdlite.decoding.sampling import noise_key
-from pallas_kernels.backends import require_mosaic_gpu
+from pallas_kernels.backends import MOSAIC_GPU, require_mosaic_gpu
 from pallas_kernels.noise import gumbel_without_log1p, key_words, threefry_bits
+from pallas_kernels.tuning import Question, choose, power_of_two
 from pallas_kernels.verify_head.refusals import require_plain_sampling
 from pallas_kernels.verify_head.types import Verified
 
@@ -296,7 +297,10 @@ def verify_head(
     parts: int | None = None,
     plain: bool = False,
 ) -> Verified:
-    """See `pallas_kernels.verify_head.api.verify_head`; `parts` and `plain` are those of `_sweep`."""
+    """See `pallas_kernels.verify_head.api.verify_head`; `parts` and `plain` are those of `_sweep`.
+
+    Without `parts` the tuning table says how many, and else `block_sizes`.
+    """
     del history, generated, row_major  # only steps that are refused read them, and a GPU stores W by rows
     require_mosaic_gpu()
     require_plain_sampling(sampling)
@@ -313,8 +317,25 @@ def verify_head(
         raise NotImplementedError(
             f"The kernel finds the most likely ids of at most {MAX_TOP_NODES} nodes of all rows: got {nodes}."
         )
-    columns, blocks, shares, depth = block_sizes(nodes, D, top_k, sampling.stochastic)
-    parts = parts or min(shares, pl.cdiv(V, STEP))
+    sampled = sampling.stochastic
+    columns, blocks, shares, depth = block_sizes(nodes, D, top_k, sampled)
+    most = pl.cdiv(V, STEP)
+    question = Question(
+        "verify_head",
+        MOSAIC_GPU,
+        dtypes=(weight.dtype,),
+        shape={
+            "nodes": power_of_two(nodes),
+            "vocab": V,
+            "width": D,
+            "sampled": int(sampled),
+            "listed": int(top_k > 0),
+        },
+        # A block without a tile of its own would do nothing.
+        limits={"parts": range(1, most + 1)},
+        heuristic={"parts": min(shares, most)},
+    )
+    parts = choose(question, parts=parts)["parts"]
     rows = columns * blocks
 
     def by_node(*values):
@@ -323,7 +344,6 @@ def verify_head(
         return jnp.pad(stacked, ((0, 0), (0, rows - nodes)), constant_values=1)
 
     words = heat = None
-    sampled = sampling.stochastic
     if sampled:
         words = key_words(jax.vmap(jax.vmap(noise_key, (None, 0)))(keys, positions))
         words = by_node(words[..., 0], words[..., 1])

@@ -16,6 +16,7 @@ from pallas_kernels.low_rank_head import mosaic_tpu as head_on_tpu
 from pallas_kernels.tree_attention import mosaic_gpu as attention_on_gpu
 from pallas_kernels.tree_attention import mosaic_tpu as attention_on_tpu
 from pallas_kernels.tuning import Entry, Question, choose, lookup
+from pallas_kernels.verify_head import mosaic_gpu as verify_on_gpu
 from pallas_kernels.verify_head import mosaic_tpu as verify_on_tpu
 from tests.pallas_kernels import test_commit_cache as commit
 from tests.pallas_kernels import test_low_rank_head as head
@@ -162,7 +163,7 @@ class TestKernels:
     def test_low_rank_head_on_hopper(self, tables, monkeypatch):
         given = []
 
-        def sweep(u, output, words, heat, *, blocks, **options):
+        def sweep(u, output, scale, words, heat, *, blocks, **options):
             given.append(blocks)
             raise NotImplementedError("seen")
 
@@ -176,6 +177,25 @@ class TestKernels:
             with pytest.raises(NotImplementedError, match="seen"):
                 head_on_gpu.low_rank_head(*args)
         assert given == [132, 66]
+
+    def test_verify_head_on_hopper(self, tables, monkeypatch):
+        given = []
+
+        def sweep(hidden, weight, words, heat, *, parts, **options):
+            given.append(parts)
+            raise NotImplementedError("seen")
+
+        monkeypatch.setattr(verify_on_gpu, "require_mosaic_gpu", lambda: None)
+        monkeypatch.setattr(verify_on_gpu, "_sweep", sweep)
+        case = verify.make(V=1000, D=64, B=3, N=7, dtype=jnp.bfloat16)
+        shape = {"nodes": 32, "vocab": 1000, "width": 64, "sampled": 0, "listed": 0}
+        for parts in (None, 3, 9):  # 8 tiles of 128 ids cannot be shared by 9
+            if parts:
+                table = entry("mosaic_gpu", ["bfloat16"], shape, {"parts": parts})
+                write(tables, "verify_head", table)
+            with pytest.raises(NotImplementedError, match="seen"):
+                verify_on_gpu.verify_head(*case.args, 0, 7)
+        assert given == [8, 3, 8]
 
     def test_tree_attention_on_hopper(self, tables, monkeypatch):
         given = []
