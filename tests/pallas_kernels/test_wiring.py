@@ -207,6 +207,47 @@ def test_decoding_gives_the_same_tokens(drafter, wide, sampling):
         np.testing.assert_allclose(written.v[:, b, :, :length], cache.v[:, b, :, :length], atol=1e-4)
 
 
+def cast(model: Decoder, dtype) -> Decoder:
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), state))
+
+
+def test_in_bfloat16_what_differs_first_is_a_near_tie():
+    model = cast(tiny_model(DRAFTED, **WIDE), jnp.bfloat16)
+    # Tokens in pairs whose logits differ by less than bfloat16 can tell, so that some choices are near ties.
+    weight = np.asarray(model.head_weight, np.float32)
+    weight[1::2] = weight[::2]
+    weight[1::2, 0] *= 1 + 2**-7
+    assert model.lm_head is not None
+    model.lm_head.weight[...] = jnp.asarray(weight, jnp.bfloat16)
+    prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 5, 6, 5, 6, 5, 7], [8, 3, 8, 3, 8], [9, 9, 9]]
+
+    def decode():
+        talk = session(PromptLookup(), 4, model=model)
+        talk.append(prompts)
+        return talk.decode(**options(4, max_new=10)).tokens
+
+    expected = decode()
+    with use_backend("mosaic_tpu"), tpu_interpreter():
+        tokens = jax.block_until_ready(decode())
+    exact, differ = cast(model, jnp.float32), 0
+    for prompt, ours, theirs in zip(prompts, expected, tokens, strict=True):
+        first = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+        if first is None:
+            continue
+        differ += 1
+        text = jnp.asarray([prompt + ours[:first]])
+        n = text.shape[1]
+        causal = jnp.tril(jnp.ones((1, n, n), bool))
+        logits = exact.logits(exact(text, jnp.arange(n)[None], causal, cache_of(exact, 1)).hidden)[0, -1]
+        # Two steps of bfloat16 at the size of the largest logit.
+        near = float(jnp.max(jnp.abs(logits))) * 2**-6
+        assert float(jnp.max(logits) - jnp.min(logits[jnp.array([ours[first], theirs[first]])])) < near
+        # The others are no near ties, so that this says something.
+        assert float(jnp.sort(logits)[-1] - jnp.sort(logits)[-3]) > near
+    assert differ, "no choice was near enough to differ"
+
+
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(temperature=1.0, top_p=0.7), Sampling(repetition_penalty=1.2), Sampling(banned_ids=(3,))],
