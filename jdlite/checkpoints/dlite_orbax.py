@@ -91,7 +91,7 @@ def load_dlite_orbax(
     Args:
         folder: the checkpoint, e.g. one step of a training run.
         dtype: of the parameters; `None` keeps what is stored.
-        sharding: (dotted path, shape) to where a parameter goes; the first device by default.
+        sharding: (dotted path, shape) to where a parameter goes; this process's first device by default.
 
     Returns:
         The network and the `info` that was saved with it.
@@ -114,7 +114,7 @@ def load_dlite_orbax(
             abstract = abstract_dlite(config)
             check_tensors(_shapes(metadata), _wanted(abstract), str(path))
             kind = None if dtype is None else jnp.dtype(check_dtype(dtype))
-            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             goal = {}
             for parameter, leaf in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
                 dotted, shape = _dotted(parameter), tuple(leaf.get_value().shape)
@@ -142,8 +142,17 @@ def _read_config(stored: Any, path: Path) -> DLiteConfig:
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    handler = ocp.CompositeCheckpointHandler(params=ocp.StandardCheckpointHandler(), config=ocp.JsonCheckpointHandler())
-    return ocp.Checkpointer(handler)
+    """Of this process alone, whatever others do: a drafter is small, and whoever wants it reads or writes it whole."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+    )
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        params=ocp.StandardCheckpointHandler(multiprocessing_options=alone),
+        config=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _dotted(path: tuple) -> str:
