@@ -230,9 +230,13 @@ def _run_phase(config: TrainConfig, target: Target, phase: Phase, until: str | N
             outcome = run.run(until)
         finally:
             run.close()
-    # A run that was stopped early may have no line of metrics yet.
-    if read_lines(run.folder / FILE):
-        path = processes.on_first(lambda: str(write_report(Path(config.folder).expanduser())))
+
+    def report_path() -> str | None:
+        # A run that was stopped early may have no line of metrics yet.
+        return str(write_report(Path(config.folder).expanduser())) if read_lines(run.folder / FILE) else None
+
+    path = processes.on_first(report_path)
+    if path is not None:
         best = (
             f"best tau {outcome.best[0]:.3f} at step {outcome.best[1]}, in {run.folder / 'best'}; "
             if outcome.best

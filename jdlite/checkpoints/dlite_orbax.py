@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
@@ -56,12 +57,15 @@ def save_dlite_orbax(
     """
     path = Path(folder).expanduser().absolute()
     config = {"schema": SCHEMA, "dlite": model.config.to_dict(), "info": dict(info or {})}
+    params = params_tree(model)
+    if jax.process_count() > 1:  # Orbax takes what one process holds alone as numpy arrays only
+        params = jax.tree.map(np.asarray, params)
     try:
         with atomic_folder(path, overwrite=overwrite) as temporary, _checkpointer() as checkpointer:
             checkpointer.save(
                 temporary,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params_tree(model)),
+                    params=ocp.args.StandardSave(params),
                     config=ocp.args.JsonSave(config),
                 ),
                 force=True,  # the temporary folder is there, and empty

@@ -179,7 +179,7 @@ def shard_model(model: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
         value = leaf.get_value()
         axes = leaf.get_metadata().get("axes") or (None,) * value.ndim
         flat.append((path, leaf, value, place(".".join(map(str, path)), axes, value.shape)))
-    moved = [(path, leaf.replace(_put(value, sharding))) for path, leaf, value, sharding in flat]
+    moved = [(path, leaf.replace(put(value, sharding))) for path, leaf, value, sharding in flat]
     return nnx.merge(graph, nnx.from_flat_state(moved))
 
 
