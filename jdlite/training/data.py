@@ -312,8 +312,8 @@ def make_dataset(
     micro = batch if micro_rows is None else micro_rows
     if min(batch, micro, process_count) < 1 or batch % micro or micro % process_count:
         raise ConfigError(
-            f"each of {process_count} processes must get the same whole number of rows: got a batch of {batch} in parts "
-            f"of {micro}; choose a part that divides the batch and that the number of processes divides."
+            f"each of {process_count} processes must get the same whole number of rows: got a batch of {batch} in "
+            f"parts of {micro}; choose a part that divides the batch and that the number of processes divides."
         )
     if not 0 <= process_index < process_count:
         raise ConfigError(f"processes are numbered 0 to {process_count - 1}: got {process_index}; give one of these.")

@@ -87,8 +87,8 @@ def ensure_features(
 ) -> FeatureStore:
     """Open the stored states of a run, and make them first where they are missing or those of other data.
 
-    A kill at any instant loses the last few batches only; the same call goes on after those that are written. Of several
-    processes the first makes them, and the others wait.
+    A kill at any instant loses the last few batches only; the same call goes on after those that are written. Of
+    several processes the first makes them, and the others wait.
 
     Args:
         config: of the run; its records must be there.

@@ -29,8 +29,8 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
     """Join the other processes; comes before anything that looks at devices.
 
     Args:
-        coordinator: `HOST:PORT` where process 0 can be reached by all; without it JAX asks the cluster (SLURM, Open MPI,
-            TPU pods, ...), and the other two are left out as well.
+        coordinator: `HOST:PORT` where process 0 can be reached by all; without it JAX asks the cluster (SLURM, Open
+            MPI, TPU pods, ...), and the other two are left out as well.
         processes: how many there are.
         process: which of them this is, from 0.
 
