@@ -125,15 +125,18 @@ def _join(arguments: Arguments) -> None:
 
 
 def _load_target(config: TrainConfig, folder: Path) -> Target:
+    from jdlite.training import processes
     from jdlite.training.placement import training_mesh
 
     devices = training_mesh(config.mesh)
     if devices is None:
         return cli.load_target(config.target.path, config.target.dtype, folder)
+    from jdlite.checkpoints.demo import fetch_demo_target
     from jdlite.checkpoints.target import load_target
     from jdlite.models.sharding import placement, shard_model
 
     if config.target.path == cli.DEMO:
+        processes.on_first(lambda: str(cli.fetch_demo(folder, fetch_demo_target)))
         target = cli.load_target(config.target.path, config.target.dtype, folder)
         return dataclasses.replace(target, model=shard_model(target.model, devices))
     with cli.stage("Loading the target") as update:

@@ -67,9 +67,8 @@ class Placement:
 
     def whole(self, tree: Any) -> Any:
         """On all devices."""
-        if self.mesh is None:
-            return tree
-        return jax.tree.map(lambda x: put(x, self.replicated), tree)
+        where = self.replicated
+        return tree if where is None else jax.tree.map(lambda x: put(x, where), tree)
 
     def fetch(self, tree: Any) -> Any:
         """Numpy arrays with the parts of all processes, which must all call this."""

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdlite.errors import ConfigError, JdliteError, first_line
 
@@ -68,6 +70,17 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
             f"the processes cannot find each other ({first_line(error):.200}); give --coordinator, --processes and "
             "--process, and start all of them."
         ) from error
+    _meet()
+
+
+def _meet() -> None:
+    """Use each group of devices once, while all are here: on a CPU the first use fails where one is half a minute late,
+    later ones wait."""
+    agree(False)
+    broadcast(np.zeros(1))
+    everyone = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
+    ones = jax.make_array_from_callback((jax.device_count(),), everyone, lambda part: np.ones(1))
+    jnp.sum(ones).block_until_ready()
 
 
 def count() -> int:
