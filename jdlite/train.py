@@ -80,7 +80,8 @@ def _train(arguments: Arguments) -> int | None:
         from jdlite.training.dry_run import dry_run
 
         return dry_run(config, arguments.stage, lambda: _load_target(config, folder))
-    target = _load_target(config, folder)
+    with processes.together():
+        target = _load_target(config, folder)
     dlite = config.dlite(target.config)  # its errors come before anything slow
     check_mask(target, dlite.mask_token_id)
     if arguments.show_sample:

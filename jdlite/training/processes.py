@@ -7,9 +7,10 @@ such as writing a file, is done by the first while the others wait. With one pro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -132,6 +133,18 @@ def on_first(action: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise JdliteError(f"process 0 has failed, so this one ends too: {outcome[1]}")
     return outcome[0]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A block in which processes may fail one by one, such as reading files: at its end an error of one ends all."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if agree(error is not None):
+        raise error or JdliteError("another process has failed, so this one ends too; the other says why.")
 
 
 def check_same(value: Any, what: str, todo: str) -> None:

@@ -108,7 +108,8 @@ class PhaseRun:
         self._key = jax.random.fold_in(jax.random.key(config.seed), min(number, 1))
         self._place = Placement(config)
         self._features = ensure_features(config, target) if config.features.source == "disk" else None
-        self.dataset = dataset or self._make_dataset(config.batch.rows, config.seed + min(number, 1), "train")
+        with processes.together():
+            self.dataset = dataset or self._make_dataset(config.batch.rows, config.seed + min(number, 1), "train")
         self.plan = make_plan(phase, config.teacher, config.student, config.optimizer, self.dataset.steps())
         self.dlite = config.teacher_dlite(target.config) if phase == "teacher" else config.dlite(target.config)
         self.template = Template(self.dlite)

@@ -74,6 +74,8 @@ def test_one_process_agrees_with_itself():
     assert processes.on_first(lambda: value) is value
     assert processes.is_first()
     processes.check_same(value, "nothing", "never said")
+    with pytest.raises(ConfigError, match="mine"), processes.together():
+        raise ConfigError("mine")
 
 
 def test_a_mesh_that_splits_rows_between_processes_is_refused(tmp_path, monkeypatch):
@@ -129,22 +131,19 @@ say("stopped" if outcome.stopped else "end", outcome.step)
 """
 
 
-def start(folder, cache, count, *overrides, stop_at=0):
-    """Two devices in `count` processes."""
+def start(folder, cache, count, *overrides, stop_at=0, own=((), ())):
+    """Two devices in `count` processes; a folder for all or one for each, and what each is given besides."""
+    folders = folder if isinstance(folder, list) else [folder] * count
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={2 // count}"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    given = [(folders[i], cache, count, i, port, stop_at, *overrides, *own[i]) for i in range(count)]
+    pipe = subprocess.PIPE
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *map(str, (folder, cache, count, i, port, stop_at, *overrides))],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(count)
+        subprocess.Popen([sys.executable, "-c", SCRIPT, *map(str, g)], env=env, stdout=pipe, stderr=pipe, text=True)
+        for g in given
     ]
 
 
@@ -201,6 +200,22 @@ def test_two_processes_give_what_one_gives(one, tmp_path):
     best, info = load_dlite_orbax(tmp_path / "single" / "best")
     assert best.config.rank == 6
     assert info["step"] in (4, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["setting", "folder"])
+def test_a_process_that_was_started_differently_ends_all(one, tmp_path, wrong):
+    store(tmp_path / "first")
+    folders = [tmp_path / "first", tmp_path / ("first" if wrong == "setting" else "second")]
+    rates = [0.01, 0.02 if wrong == "setting" else 0.01]
+    overrides = [[f"optimizer.learning_rate={rate}"] for rate in rates]
+    ended = [process.communicate(timeout=300)[1] for process in start(folders, one[0], 2, own=overrides)]
+    words = ("data or configuration differ between process 0 and 1",) * 2
+    if wrong == "folder":
+        words = ("another process has failed", "holds no training records")
+    for error, sentence in zip(ended, words, strict=True):
+        assert sentence in error
+        assert "Check failure" not in error  # what JAX says when it loses a process
 
 
 @pytest.mark.slow
