@@ -34,6 +34,7 @@ T = TypeVar("T")
 Update = Callable[[int, int], None]
 # Stands for the demo target wherever a command line takes a target.
 DEMO = "demo"
+_hushed = False
 
 
 def run(
@@ -101,7 +102,13 @@ def fail(error: Exception) -> None:
 
 def stderr_console() -> Console:
     """Where progress and notes go, so that stdout holds results alone; made anew, as stderr may be replaced."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, quiet=_hushed)
+
+
+def hush() -> None:
+    """No progress and no notes from now on, errors alone: other processes speak."""
+    global _hushed
+    _hushed = True
 
 
 @contextmanager

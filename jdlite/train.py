@@ -43,6 +43,10 @@ class Arguments:
         dry_run: print shapes, parameters, memory, bytes on disk, steps and hours, and stop.
         show_sample: print one example with its supervised tokens coloured, and stop.
         cache_dir: folder for compiled programs and the demo target (default: the user's cache folder).
+        distributed: train in several processes, found by JAX (SLURM, Open MPI, TPU pods); run the same command in each.
+        coordinator: the same where JAX knows no cluster: where process 0 can be reached by all.
+        processes: how many processes there are, with --coordinator.
+        process: which of them this is, from 0, with --coordinator.
         overrides: settings as dotted.name=value.
     """
 
@@ -51,6 +55,10 @@ class Arguments:
     dry_run: bool = False
     show_sample: bool = False
     cache_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    distributed: bool = False
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    process: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME=VALUE ...")] = ()
 
 
@@ -60,17 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Arguments) -> int | None:
+    from jdlite.training import processes
     from jdlite.training.config import TrainConfig
     from jdlite.training.yaml_config import load
 
     config = load(TrainConfig, arguments.config, arguments.overrides)
+    _join(arguments)
     folder = cli.cache_folder(arguments.cache_dir)
     cli.use_compile_cache(folder)
     if arguments.dry_run:
         from jdlite.training.dry_run import dry_run
 
         return dry_run(config, arguments.stage, lambda: _load_target(config, folder))
-    target = _load_target(config, folder)
+    with processes.together():
+        target = _load_target(config, folder)
     dlite = config.dlite(target.config)  # its errors come before anything slow
     check_mask(target, dlite.mask_token_id)
     if arguments.show_sample:
@@ -81,7 +92,7 @@ def _train(arguments: Arguments) -> int | None:
         return None
     stages = _phases(arguments.stage, config)
     if "regenerate" in stages:
-        _regenerate(config, target)
+        processes.on_first(lambda: _regenerate(config, target))
     phases = [(p, u) for p, u in stages.items() if p != "regenerate"]
     if phases and config.features.source == "disk":
         from jdlite.training.feature_store import ensure_features
@@ -92,24 +103,41 @@ def _train(arguments: Arguments) -> int | None:
         after = "stable" if arguments.stage == "stable" else None
         outcome = _run_phase(config, target, phase, until, after)  # pyright: ignore[reportArgumentType]
         if outcome.stopped:
-            print(
+            _note(
                 f"stopped at step {outcome.step} of {outcome.steps} of the {phase}, which is saved; run the same "
-                "command to go on.",
-                file=sys.stderr,
+                "command to go on."
             )
             return STOPPED
     return None
 
 
-def _load_target(config: TrainConfig, folder: Path) -> Target:
-    mesh = config.mesh
-    if mesh.data * mesh.model == 1:
-        return cli.load_target(config.target.path, config.target.dtype, folder)
-    from jdlite.checkpoints.target import load_target
-    from jdlite.models.sharding import make_mesh, placement, shard_model
+def _join(arguments: Arguments) -> None:
+    """Find the other processes, if there are to be any; the first speaks for all."""
+    from jdlite.training import processes
 
-    devices = make_mesh(data=mesh.data, model=mesh.model)
+    where = (arguments.coordinator, arguments.processes, arguments.process)
+    if not arguments.distributed and where == (None, None, None):
+        return
+    if arguments.dry_run or arguments.show_sample:
+        raise ConfigError("--dry-run and --show-sample are for one process; leave out the options of several.")
+    processes.start(*where)
+    if not processes.is_first():
+        cli.hush()
+
+
+def _load_target(config: TrainConfig, folder: Path) -> Target:
+    from jdlite.training import processes
+    from jdlite.training.placement import training_mesh
+
+    devices = training_mesh(config.mesh)
+    if devices is None:
+        return cli.load_target(config.target.path, config.target.dtype, folder)
+    from jdlite.checkpoints.demo import fetch_demo_target
+    from jdlite.checkpoints.target import load_target
+    from jdlite.models.sharding import placement, shard_model
+
     if config.target.path == cli.DEMO:
+        processes.on_first(lambda: str(cli.fetch_demo(folder, fetch_demo_target)))
         target = cli.load_target(config.target.path, config.target.dtype, folder)
         return dataclasses.replace(target, model=shard_model(target.model, devices))
     with cli.stage("Loading the target") as update:
@@ -186,6 +214,7 @@ def _regenerate(config: TrainConfig, target: Target) -> None:
 
 
 def _run_phase(config: TrainConfig, target: Target, phase: Phase, until: str | None, after: str | None) -> Outcome:
+    from jdlite.training import processes
     from jdlite.training.metrics import FILE, read_lines
     from jdlite.training.report import write_report
     from jdlite.training.trainer import PhaseRun, Report
@@ -205,9 +234,13 @@ def _run_phase(config: TrainConfig, target: Target, phase: Phase, until: str | N
             outcome = run.run(until)
         finally:
             run.close()
-    # A run that was stopped early may have no line of metrics yet.
-    if read_lines(run.folder / FILE):
-        path = write_report(Path(config.folder).expanduser())
+
+    def report_path() -> str | None:
+        # A run that was stopped early may have no line of metrics yet.
+        return str(write_report(Path(config.folder).expanduser())) if read_lines(run.folder / FILE) else None
+
+    path = processes.on_first(report_path)
+    if path is not None:
         best = (
             f"best tau {outcome.best[0]:.3f} at step {outcome.best[1]}, in {run.folder / 'best'}; "
             if outcome.best

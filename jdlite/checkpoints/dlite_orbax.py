@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
@@ -56,12 +57,15 @@ def save_dlite_orbax(
     """
     path = Path(folder).expanduser().absolute()
     config = {"schema": SCHEMA, "dlite": model.config.to_dict(), "info": dict(info or {})}
+    params = params_tree(model)
+    if jax.process_count() > 1:  # Orbax takes what one process holds alone as numpy arrays only
+        params = jax.tree.map(np.asarray, params)
     try:
         with atomic_folder(path, overwrite=overwrite) as temporary, _checkpointer() as checkpointer:
             checkpointer.save(
                 temporary,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params_tree(model)),
+                    params=ocp.args.StandardSave(params),
                     config=ocp.args.JsonSave(config),
                 ),
                 force=True,  # the temporary folder is there, and empty
@@ -91,7 +95,7 @@ def load_dlite_orbax(
     Args:
         folder: the checkpoint, e.g. one step of a training run.
         dtype: of the parameters; `None` keeps what is stored.
-        sharding: (dotted path, shape) to where a parameter goes; the first device by default.
+        sharding: (dotted path, shape) to where a parameter goes; this process's first device by default.
 
     Returns:
         The network and the `info` that was saved with it.
@@ -114,7 +118,7 @@ def load_dlite_orbax(
             abstract = abstract_dlite(config)
             check_tensors(_shapes(metadata), _wanted(abstract), str(path))
             kind = None if dtype is None else jnp.dtype(check_dtype(dtype))
-            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             goal = {}
             for parameter, leaf in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
                 dotted, shape = _dotted(parameter), tuple(leaf.get_value().shape)
@@ -142,8 +146,17 @@ def _read_config(stored: Any, path: Path) -> DLiteConfig:
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    handler = ocp.CompositeCheckpointHandler(params=ocp.StandardCheckpointHandler(), config=ocp.JsonCheckpointHandler())
-    return ocp.Checkpointer(handler)
+    """Of this process alone, whatever others do: a drafter is small, and whoever wants it reads or writes it whole."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+    )
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        params=ocp.StandardCheckpointHandler(multiprocessing_options=alone),
+        config=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _dotted(path: tuple) -> str:

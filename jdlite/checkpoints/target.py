@@ -18,6 +18,7 @@ from jdlite.checkpoints.huggingface import load_huggingface, load_tokenizer, rea
 from jdlite.errors import CheckpointError, PromptError
 from jdlite.models.config import DecoderConfig
 from jdlite.models.decoder import Decoder
+from jdlite.models.sharding import here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Target:
         """SHA-256 over names, shapes, dtypes and values of all parameters, in hex; computed at first use."""
         digest = hashlib.sha256()
         for path, leaf in sorted(parameter_paths(self.model).items()):
-            value = np.asarray(leaf.get_value())
+            value = np.asarray(here(leaf.get_value()))
             digest.update(f"{path} {value.dtype.name} {value.shape}\n".encode())
             digest.update(np.ascontiguousarray(value).view(np.uint8).data)
         return digest.hexdigest()
@@ -61,7 +62,7 @@ class Target:
         """
         digest = hashlib.sha256()
         for path, leaf in sorted(parameter_paths(self.model).items()):
-            value = leaf.get_value()
+            value = here(leaf.get_value())
             digest.update(f"{path} {value.shape}\n".encode())
             for row in (value[0], value[-1]):
                 digest.update(np.asarray(row).astype(jnp.bfloat16).tobytes())

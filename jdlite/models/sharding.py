@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -37,7 +38,8 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[Any] | None = 
     Args:
         data: parts that the rows of a batch are split into.
         model: parts that each layer is split into.
-        devices: which devices; all by default.
+        devices: which devices; all by default. Those of several processes are taken process by process, so that the
+            rows of each are neighbours.
 
     Raises:
         ConfigError: there are not `data * model` devices.
@@ -48,7 +50,11 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[Any] | None = 
             f"a mesh of data={data} and model={model} needs {data * model} devices: got {len(devices)}; choose sizes "
             "whose product is the number of devices, or pass fewer devices."
         )
-    return jax.make_mesh((data, model), ("data", "model"), (AxisType.Auto, AxisType.Auto), devices=devices)
+    names, kinds = ("data", "model"), (AxisType.Auto, AxisType.Auto)
+    if len({device.process_index for device in devices}) == 1:
+        return jax.make_mesh((data, model), names, kinds, devices=devices)
+    devices.sort(key=lambda device: (device.process_index, device.id))
+    return Mesh(np.array(devices).reshape(data, model), names, axis_types=kinds)
 
 
 def _check_mesh(mesh: Mesh) -> None:
@@ -117,10 +123,33 @@ def placement(mesh: Mesh, rules: Rules = DEFAULT_RULES):
     return place
 
 
-def _put(value: Any, sharding: NamedSharding) -> Any:
+def put(value: Any, sharding: NamedSharding) -> Any:
+    """An array, or its shape, with this sharding, whose devices may belong to several processes.
+
+    An array that lies on devices of this process alone must be the same in all of them.
+    """
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    return jax.device_put(value, sharding)
+    if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
+        return jax.device_put(value, sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+
+
+def here(tree: Any) -> Any:
+    """Arrays that several processes share as this one holds them, on its own devices; others are left as they are.
+
+    Each process must hold all parts of every array, as on a mesh whose `model` axis lies inside a process.
+    """
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        spec = x.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+        sharding = NamedSharding(x.sharding.mesh.local_mesh, spec)  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [part.data for part in x.addressable_shards])
+
+    return jax.tree.map(own, tree)
 
 
 def shard_model(model: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
@@ -150,7 +179,7 @@ def shard_model(model: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
         value = leaf.get_value()
         axes = leaf.get_metadata().get("axes") or (None,) * value.ndim
         flat.append((path, leaf, value, place(".".join(map(str, path)), axes, value.shape)))
-    moved = [(path, leaf.replace(_put(value, sharding))) for path, leaf, value, sharding in flat]
+    moved = [(path, leaf.replace(put(value, sharding))) for path, leaf, value, sharding in flat]
     return nnx.merge(graph, nnx.from_flat_state(moved))
 
 
@@ -163,12 +192,12 @@ def shard_cache(cache: KVCache, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> KVC
 
     _check_mesh(mesh)
 
-    def put(value, axes, name):
-        return _put(value, NamedSharding(mesh, spec_for(axes, value.shape, mesh, rules, name=name)))
+    def place(value, axes, name):
+        return put(value, NamedSharding(mesh, spec_for(axes, value.shape, mesh, rules, name=name)))
 
     return dataclasses.replace(
         cache,
-        k=put(cache.k, CACHE_AXES, "the key cache"),
-        v=put(cache.v, CACHE_AXES, "the value cache"),
-        lengths=put(cache.lengths, ("batch",), "the cache lengths"),
+        k=place(cache.k, CACHE_AXES, "the key cache"),
+        v=place(cache.v, CACHE_AXES, "the value cache"),
+        lengths=place(cache.lengths, ("batch",), "the cache lengths"),
     )

@@ -250,7 +250,7 @@ class EvaluationOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-    """Devices: `data` parts of the rows, `model` parts of the target's layers."""
+    """Devices of all processes: `data` parts of the rows, `model` parts of the target's layers."""
 
     data: int = 1
     model: int = 1

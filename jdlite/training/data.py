@@ -177,6 +177,25 @@ class _Padded:
         return {name: np.zeros_like(value) for name, value in self._rows[0].items()}
 
 
+class _Share:
+    """The rows of one process: of every micro-batch its own block, so that the processes' blocks side by side are it.
+
+    Batches of all processes' shares stand at the same place, so the state of one iterator is that of all.
+    """
+
+    def __init__(self, rows: PackedRows | _Padded, micro: int, process: tuple[int, int]):
+        index, count = process
+        self._rows, self._count = rows, len(rows) // count
+        self._own, self._micro, self._first = micro // count, micro, index * (micro // count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: int) -> Batch:
+        micro, row = divmod(i, self._own)
+        return self._rows[micro * self._micro + self._first + row]
+
+
 class Batches(Iterator[Batch]):
     """Batches in order, from any point on.
 
@@ -234,16 +253,16 @@ class Dataset:
         rows: PackedRows,
         *,
         batch: int,
+        micro: int,
         process: tuple[int, int],
         repeat: bool,
         fingerprint: str,
     ):
         self.records, self.counts, self.fingerprint = records, dict(counts), fingerprint
         self._config, self._rows, self._batch = config, rows, batch
-        index, count = process
-        source = rows if repeat else _Padded(rows, batch)
-        shard = grain.MapDataset.source(source)[index::count]  # pyright: ignore[reportArgumentType]
-        self._batches = shard.batch(batch // count, drop_remainder=True)
+        share = _Share(rows if repeat else _Padded(rows, batch), micro, process)
+        source = grain.MapDataset.source(share)  # pyright: ignore[reportArgumentType]
+        self._batches = source.batch(batch // process[1], drop_remainder=True)
 
     def steps(self, epochs: int = 1) -> int:
         """Batches of the first `epochs` epochs, at least one. Packing differs by epoch, so these are no multiples."""
@@ -262,6 +281,7 @@ def make_dataset(
     batch: int,
     length: int,
     seed: int,
+    micro_rows: int | None = None,
     process_index: int = 0,
     process_count: int = 1,
     split: Split = "train",
@@ -276,6 +296,8 @@ def make_dataset(
         batch: B, rows of a step over all processes; each process gets `batch / process_count` of them.
         length: T, tokens of a row.
         seed: of order and packing.
+        micro_rows: rows of a micro-batch over all processes, of which each process gets a block; divides `batch`. None
+            takes all.
         process_index: which process this is.
         process_count: how many there are.
         split: `train` or `held_out`.
@@ -287,11 +309,14 @@ def make_dataset(
         CheckpointError: there are no records.
         ConfigError: no example can be used, or numbers do not fit.
     """
-    if batch < 1 or process_count < 1 or batch % process_count or not 0 <= process_index < process_count:
+    micro = batch if micro_rows is None else micro_rows
+    if min(batch, micro, process_count) < 1 or batch % micro or micro % process_count:
         raise ConfigError(
-            f"each of {process_count} processes must get the same whole number of rows: got a batch of {batch} and "
-            f"process {process_index}; choose a batch that the number of processes divides."
+            f"each of {process_count} processes must get the same whole number of rows: got a batch of {batch} in "
+            f"parts of {micro}; choose a part that divides the batch and that the number of processes divides."
         )
+    if not 0 <= process_index < process_count:
+        raise ConfigError(f"processes are numbered 0 to {process_count - 1}: got {process_index}; give one of these.")
     if length < 2:
         raise ConfigError(f"rows must have at least 2 tokens: got {length}; give the longest example's length or so.")
     repeat = split == "train" if repeat is None else repeat
@@ -312,6 +337,7 @@ def make_dataset(
         counts,
         rows,
         batch=batch,
+        micro=micro,
         process=(process_index, process_count),
         repeat=repeat,
         fingerprint=digest.hexdigest()[:16],

@@ -18,10 +18,13 @@ from jdlite.checkpoints.target import Target
 from jdlite.errors import CheckpointError
 from jdlite.files import atomic_file
 from jdlite.models.config import DecoderConfig
+from jdlite.models.decoder import Decoder
+from jdlite.models.sharding import here
 from jdlite.training.config import TrainConfig
 from jdlite.training.data import PackedRows, used_records
 from jdlite.training.features import target_states
 from jdlite.training.placement import Placement
+from jdlite.training.processes import agree, on_first
 from jdlite.training.records import Records
 
 FOLDER, INDEX, STATES, PROGRESS = "features", "index.json", "states.bin", "progress.json"
@@ -84,7 +87,8 @@ def ensure_features(
 ) -> FeatureStore:
     """Open the stored states of a run, and make them first where they are missing or those of other data.
 
-    A kill at any instant loses the last few batches only; the same call goes on after those that are written.
+    A kill at any instant loses the last few batches only; the same call goes on after those that are written. Of
+    several processes the first makes them, and the others wait.
 
     Args:
         config: of the run; its records must be there.
@@ -98,17 +102,9 @@ def ensure_features(
     records = Records(folder)
     chosen = used_records(records, config.data, config.batch.length)
     description = _describe(config, target, records, chosen)
-    if (folder / FOLDER / INDEX).is_file():
-        store = FeatureStore(folder)
-        if store.description == description:
-            return store
-    try:
-        _write(config, target, records, chosen, description, progress)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {folder / FOLDER} ({error.strerror or error}); free some space and run the same command "
-            "again, or set features.source=online."
-        ) from error
+    made = (folder / FOLDER / INDEX).is_file() and FeatureStore(folder).description == description
+    if agree(not made):
+        on_first(lambda: _write(config, target, records, chosen, description, progress))
     return FeatureStore(folder)
 
 
@@ -134,6 +130,16 @@ def _describe(config: TrainConfig, target: Target, records: Records, chosen: np.
 
 def _write(config, target: Target, records: Records, chosen, description, progress) -> None:
     folder = Path(config.folder).expanduser()
+    try:
+        _write_all(folder, config, here(target.model), records, chosen, description, progress)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {folder / FOLDER} ({error.strerror or error}); free some space and run the same command "
+            "again, or set features.source=online."
+        ) from error
+
+
+def _write_all(folder: Path, config, model: Decoder, records: Records, chosen, description, progress) -> None:
     part = folder / _PART
     done = _written(part, description)
     part.mkdir(parents=True, exist_ok=True)
@@ -142,7 +148,7 @@ def _write(config, target: Target, records: Records, chosen, description, progre
     begins = np.concatenate([[0], np.cumsum(sizes)])
     rows = PackedRows(records, chosen, length=config.batch.length, seed=0, rows=None)
     forward = jax.jit(_states, static_argnames=("layers", "dtype"))
-    place, micro = Placement(config), config.batch.micro
+    place, micro = Placement(config, alone=True), config.batch.micro
     layers, dtype = tuple(description["layers"]), jnp.dtype(description["dtype"])
     total, passed = int(begins[-1]), 0
     # Not through a memory map: a full disk would kill the process instead of raising an error.
@@ -152,7 +158,7 @@ def _write(config, target: Target, records: Records, chosen, description, progre
             if number < done:
                 continue
             placed = {name: x[0] for name, x in place.rows(batch).items()}
-            states = np.asarray(forward(target.model, placed, layers=layers, dtype=dtype))
+            states = np.asarray(forward(model, placed, layers=layers, dtype=dtype))
             for row, inside in zip(states, documents, strict=False):
                 at = 0
                 for document in inside:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jdlite.errors import CheckpointError
 from jdlite.files import atomic_file
+from jdlite.training.processes import is_first, on_first
 
 FILE = "metrics.jsonl"
 # Everything of a line that may differ between two runs of the same seed.
@@ -126,6 +127,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 class Writers:
     """The file, and TensorBoard and wandb where they are wanted and installed.
 
+    The first process writes; the others must call the same and wait.
+
     Args:
         folder: of the phase.
         step: steps that were made.
@@ -135,6 +138,9 @@ class Writers:
     """
 
     def __init__(self, folder: Path, step: int, *, tensorboard: bool, wandb: str | None, say: Callable[[str], None]):
+        on_first(lambda: self._open(folder, step, tensorboard, wandb, say))
+
+    def _open(self, folder: Path, step: int, tensorboard: bool, wandb: str | None, say: Callable[[str], None]) -> None:
         self.file = MetricsFile(folder / FILE, step)
         self._board: Any = None
         self._wandb: Any = None
@@ -153,6 +159,9 @@ class Writers:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one line everywhere."""
+        on_first(lambda: self._write(line))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
         self.file.write(line)
         if self._board is None and self._wandb is None:
             return
@@ -165,6 +174,8 @@ class Writers:
 
     def close(self) -> None:
         """No more lines."""
+        if not is_first():
+            return
         self.file.close()
         if self._board is not None:
             self._board.close()

@@ -17,7 +17,7 @@ from jdlite.api import bucket
 from jdlite.checkpoints.target import Target
 from jdlite.decoding.sampling import Sampling
 from jdlite.errors import CheckpointError, ConfigError, PromptError
-from jdlite.training import masks, records
+from jdlite.training import masks, processes, records
 from jdlite.training.journal import Journal
 from jdlite.training.prompts import OnError, Prompt, Task, Turns, tasks
 from jdlite.training.records import Example, Records, write_records
@@ -130,7 +130,8 @@ def regenerate(
 
     Raises:
         PromptError: the template refuses a prompt, or no prompt can be used.
-        ConfigError: the folder holds answers of another target or of other options, or another process works there.
+        ConfigError: the folder holds answers of another target or of other options, another process works there, or
+            answers are missing and JAX was started with several processes.
         CheckpointError: the folder cannot be written.
     """
     folder = Path(folder)
@@ -159,6 +160,11 @@ def regenerate(
             progress(len(names), len(names))
         return _summary(finished, 0, left_out)
 
+    if processes.count() > 1:
+        raise ConfigError(
+            f"answers are still to be made for {folder}, which is work for one process; run --stage regenerate alone "
+            "without --distributed and --coordinator first, then this command again."
+        )
     journal = Journal(folder / JOURNAL)
     try:
         _take_over(folder, journal)

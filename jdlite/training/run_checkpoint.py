@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from jdlite.checkpoints.dlite_orbax import SCHEMA
 from jdlite.errors import CheckpointError, ConfigError, JdliteError, first_line
 from jdlite.models.dlite_config import DLiteConfig
+from jdlite.training import processes
 
 ITEMS = ("params", "opt_state", "train", "data", "config")
 
@@ -52,7 +53,7 @@ class RunCheckpoints:
     """The checkpoints of one phase of a run.
 
     Saving is asynchronous: the state is copied, and a thread writes it while training goes on. The newest `keep`
-    steps stay.
+    steps stay. Several processes share the folder, and must all make the same calls.
 
     Args:
         folder: of the phase; step N is the folder `N` in it.
@@ -149,15 +150,22 @@ class RunCheckpoints:
             CheckpointError: the stored arrays have other names, shapes or dtypes; all are named. Or no step is sound.
             ConfigError: from `accept`.
         """
-        damaged = []
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        damaged, state = [], None
+        processes.check_same(
+            self.steps(),
+            f"the checkpoints of {self.folder}",
+            "put the run's folder on a file system that all processes share",
+        )
+        for step in reversed(self.steps()):
+            reason = "another process cannot read it"
             try:
                 state = self._restore(step, params, opt_state, accept)
             except JdliteError:
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds for files that are cut or absent
+                state, reason = None, first_line(error)
+            if processes.agree(state is None):
                 damaged.append(step)
-                reason = first_line(error)
                 self.say(f"checkpoint {self.folder / str(step)} is damaged ({reason:.120}); trying an earlier one.")
                 continue
             self._set_aside(damaged)
@@ -207,11 +215,14 @@ class RunCheckpoints:
         if not steps:
             return
         self._manager.close()
+        processes.on_first(lambda: self._rename(steps))
+        self._manager = self._open()
+
+    def _rename(self, steps: list[int]) -> None:
         for step in steps:
             aside = self.folder / f"{step}.damaged"
             shutil.rmtree(aside, ignore_errors=True)
             (self.folder / str(step)).rename(aside)
-        self._manager = self._open()
 
     def steps(self) -> list[int]:
         """Steps that are there, ascending."""
@@ -274,7 +285,7 @@ def check_arrays(found: Any, wanted: Any, source: str) -> None:
 
 def _abstract(tree: Any) -> Any:
     def shape(x):
-        sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(shape, tree)

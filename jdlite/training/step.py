@@ -252,11 +252,11 @@ def _sums(parts: Parts, anchors: Anchors, scale: jax.Array, batch: Batch) -> Sum
     }
 
 
-def jit_train(step: Step) -> Callable:
-    """The compiled update; parameters and optimiser state are given up to it."""
-    return jax.jit(step.train, donate_argnames=("params", "opt_state"))
+def jit_train(step: Step, where: jax.sharding.Sharding | None = None) -> Callable:
+    """The compiled update; parameters and optimiser state are given up to it. Results lie `where`."""
+    return jax.jit(step.train, donate_argnames=("params", "opt_state"), out_shardings=where)
 
 
-def jit_evaluate(step: Step) -> Callable:
-    """The compiled evaluation."""
-    return jax.jit(step.evaluate)
+def jit_evaluate(step: Step, where: jax.sharding.Sharding | None = None) -> Callable:
+    """The compiled evaluation; its sums lie `where`."""
+    return jax.jit(step.evaluate, out_shardings=where)

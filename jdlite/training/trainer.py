@@ -15,8 +15,10 @@ import numpy as np
 from jdlite.checkpoints.dlite_orbax import load_dlite_orbax, params_tree, save_dlite_orbax
 from jdlite.checkpoints.target import Target
 from jdlite.errors import CheckpointError, ConfigError, JdliteError
+from jdlite.models.sharding import here
+from jdlite.training import processes
 from jdlite.training.config import TrainConfig
-from jdlite.training.data import Dataset, held_out_prompts, make_dataset
+from jdlite.training.data import Dataset, Split, held_out_prompts, make_dataset
 from jdlite.training.evaluate import decoded_tau, held_out_figures
 from jdlite.training.feature_store import ensure_features
 from jdlite.training.features import target_states
@@ -43,7 +45,7 @@ class TrainingError(JdliteError):
 
 @dataclasses.dataclass
 class Report:
-    """Where a phase tells what it does.
+    """Where a phase tells what it does; of several processes the first speaks, and any can stop all.
 
     Attributes:
         say: a sentence.
@@ -81,7 +83,7 @@ class PhaseRun:
         target: the frozen target.
         phase: `teacher`, `student` or `single`.
         report: see there.
-        dataset: what to train on; by default the records of `config.folder`.
+        dataset: what to train on; by default the records of `config.folder`. Of several processes each gets its rows.
 
     Raises:
         ConfigError: the configuration differs from that of the checkpoint, or does not fit the target.
@@ -98,24 +100,23 @@ class PhaseRun:
     ):
         quiet_orbax()
         self.config, self.target, self.phase = config, target, phase
-        self.report = report or Report()
+        report = report or Report()
+        self.report = report if processes.is_first() else Report(stop=report.stop)
         self.folder = Path(config.folder).expanduser().absolute() / phase
         number = PHASES.index(phase)
         # Two-stage and single-stage training see the same data in the same order.
         self._key = jax.random.fold_in(jax.random.key(config.seed), min(number, 1))
+        self._place = Placement(config)
         self._features = ensure_features(config, target) if config.features.source == "disk" else None
-        self.dataset = dataset or make_dataset(
-            config.folder,
-            config.data,
-            batch=config.batch.rows,
-            length=config.batch.length,
-            seed=config.seed + min(number, 1),
-            states=self._features,
-        )
+        with processes.together():
+            self.dataset = dataset or self._make_dataset(config.batch.rows, config.seed + min(number, 1), "train")
         self.plan = make_plan(phase, config.teacher, config.student, config.optimizer, self.dataset.steps())
         self.dlite = config.teacher_dlite(target.config) if phase == "teacher" else config.dlite(target.config)
         self.template = Template(self.dlite)
-        self._place = Placement(config)
+        info = self._info()
+        processes.check_same(info, "target, data or configuration", "run the same command in all, on the same files")
+        # What this process can compute with by itself.
+        self._own_target = target if processes.count() == 1 else dataclasses.replace(target, model=here(target.model))
         self._optimizer = make_optimizer(self.plan, config)
         self._teacher_template: Template | None = None
         self._teacher: Params | None = None
@@ -129,13 +130,28 @@ class PhaseRun:
             self.folder / CHECKPOINTS,
             keep=config.checkpoint.keep,
             dlite=self.dlite,
-            info=self._info(),
+            info=info,
             say=self.report.say,
         )
         self.state = self._begin()
         self.interval = Interval(self.state.train["interval"])
 
     # Setting up.
+
+    def _make_dataset(self, rows: int, seed: int, split: Split) -> Dataset:
+        c = self.config
+        return make_dataset(
+            c.folder,
+            c.data,
+            batch=rows,
+            length=c.batch.length,
+            seed=seed,
+            micro_rows=c.batch.micro,
+            process_index=processes.index(),
+            process_count=processes.count(),
+            split=split,
+            states=self._features,
+        )
 
     def _info(self) -> dict[str, Any]:
         return {
@@ -183,8 +199,8 @@ class PhaseRun:
             )
 
     def _begin(self) -> RunState:
-        config, target = self.config, self.target.model
-        params = self._place.whole(self._start_params(config, target))
+        # Machines of different kinds may round differently.
+        params = self._place.whole(processes.broadcast(self._start_params(self.config, self._own_target.model)))
         opt_state = self._place.whole(self._optimizer.init(params))
         restored = self.checkpoints.restore(params, opt_state, self._accept)
         if restored is None:
@@ -228,8 +244,9 @@ class PhaseRun:
                 for number in range(len(batch["tokens"])):
                     part = {name: x[number] for name, x in batch.items()}
                     hidden = part["states"][..., -1, :] if "states" in part else forward(self.target.model, part)
-                    yield np.asarray(hidden, np.float32)[np.asarray(part["loss_mask"])]
-                    found += int(part["loss_mask"].sum())
+                    hidden, mask = self._place.fetch((hidden, part["loss_mask"]))
+                    yield np.asarray(hidden, np.float32)[mask]
+                    found += int(mask.sum())
                 if found >= _MOMENT_STATES:
                     return
 
@@ -277,7 +294,7 @@ class PhaseRun:
                     before = time.monotonic()
                     self._watch(writers)
                     began += time.monotonic() - before
-                stopped = self.report.stop() and step < last
+                stopped = processes.agree(self.report.stop()) and step < last
                 if step % every == 0 or step == last or stopped:
                     self._save(wait=step == last or stopped)
                 if stopped:
@@ -300,8 +317,7 @@ class PhaseRun:
     def _one_step(self) -> dict[str, Any]:
         state, step = self.state, self.state.step
         stage = self.plan.stage(step)
-        raw = next(self._batches)
-        batch = self._place.rows(raw)
+        batch = self._place.rows(next(self._batches))
         blend = stage.blend(step)
         scalars = Scalars(*(jnp.float32(v) for v in (blend.ce, blend.l1, blend.kl, blend.base_ce, blend.free_head)))
         teacher = self._teacher if stage.uses_teacher else None
@@ -316,20 +332,25 @@ class PhaseRun:
         )
         figures = jax.device_get(sums)
         if not figures.pop("finite"):
-            self._refuse(raw, step, figures)
+            self._refuse(batch, step, figures)
         state.train["step"] = step + 1
         state.data = self._batches.get_state()
         return figures
 
-    def _refuse(self, raw: Mapping[str, np.ndarray], step: int, figures: Mapping[str, Any]) -> None:
+    def _refuse(self, batch: Mapping[str, jax.Array], step: int, figures: Mapping[str, Any]) -> None:
         """A loss or gradient that is not a number: nothing was changed by this step; save the one before and stop."""
         path = self.folder / f"bad_batch_{step + 1}.npz"
         self._save(wait=True)
-        try:
-            np.savez_compressed(path, **dict(raw))  # pyright: ignore[reportArgumentType]
-            kept = f"is kept in {path}"
-        except OSError as error:
-            kept = f"could not be written to {path} ({error.strerror or error})"
+        rows = {name: x.reshape(-1, *x.shape[2:]) for name, x in self._place.fetch(batch).items()}
+
+        def keep() -> str:
+            try:
+                np.savez_compressed(path, **rows)  # pyright: ignore[reportArgumentType]
+                return f"is kept in {path}"
+            except OSError as error:
+                return f"could not be written to {path} ({error.strerror or error})"
+
+        kept = processes.on_first(keep)
         raise TrainingError(
             f"loss {figures['loss']:.4g} and gradient norm {figures['gradient_norm']:.4g} of step {step + 1} are not "
             f"finite, so training stopped; step {step} is saved and unharmed, and the batch {kept}: lower "
@@ -339,7 +360,7 @@ class PhaseRun:
     def _train(self, stage: Stage) -> Callable:
         kind = (stage.uses_teacher, stage.uses_tokens, stage.uses_l1, stage.uses_base, stage.learns_head)
         if kind not in self._steps:
-            self._steps[kind] = jit_train(self.step_of(stage))
+            self._steps[kind] = jit_train(self.step_of(stage), self._place.replicated)
         return self._steps[kind]
 
     def step_of(self, stage: Stage) -> Step:
@@ -393,9 +414,11 @@ class PhaseRun:
         best = self.state.train["best"]
         if best is None or score > best[0]:
             self.state.train["best"] = [score, step]
-            info = {**self._info(), "step": step, "held_out": figures}
-            network = self.template.build(jax.tree.map(jnp.copy, self.state.params))
-            save_dlite_orbax(network, self.folder / BEST, info=info, overwrite=True)
+            processes.on_first(lambda: self._save_best({**self._info(), "step": step, "held_out": figures}))
+
+    def _save_best(self, info: Mapping[str, Any]) -> None:
+        network = self.template.build(jax.tree.map(jnp.copy, here(self.state.params)))
+        save_dlite_orbax(network, self.folder / BEST, info=info, overwrite=True)
 
     def evaluate(self) -> dict[str, Any]:
         """Figures on held-out text; empty where nothing is held out."""
@@ -411,36 +434,30 @@ class PhaseRun:
                 self._held_out_step(), self._held_out(), jax.random.fold_in(self._key, _HELD_OUT)
             )
         if self._prompts:
-            network = self.template.build(self.state.params, jnp.dtype(c.compute_dtype))
-            figures["decoded"] = decoded_tau(
-                self.target,
-                network,
-                self._prompts,
-                max_new_tokens=e.max_new_tokens,
-                max_prompt_tokens=e.max_prompt_tokens,
-            )
+            figures["decoded"] = processes.on_first(self._decode)
         return figures
 
-    def _held_out(self):
-        c, rows = self.config, self.config.batch.micro
-        held_out = make_dataset(
-            c.folder,
-            c.data,
-            batch=rows,
-            length=c.batch.length,
-            seed=c.seed,
-            split="held_out",
-            states=self._features,
+    def _decode(self) -> dict[str, Any]:
+        e = self.config.evaluation
+        network = self.template.build(here(self.state.params), jnp.dtype(self.config.compute_dtype))
+        return decoded_tau(
+            self._own_target,
+            network,
+            self._prompts or [],
+            max_new_tokens=e.max_new_tokens,
+            max_prompt_tokens=e.max_prompt_tokens,
         )
-        batches = iter(held_out)
+
+    def _held_out(self):
+        batches = iter(self._make_dataset(self.config.batch.micro, self.config.seed, "held_out"))
         try:
-            for _, batch in zip(range(c.evaluation.batches), batches, strict=False):
+            for _, batch in zip(range(self.config.evaluation.batches), batches, strict=False):
                 yield self._place.rows(batch)
         finally:
             batches.close()
 
     def _held_out_step(self) -> Callable:
         if self._evaluate is None:
-            step = jit_evaluate(self.step_of(self.plan.stages[-1]))
+            step = jit_evaluate(self.step_of(self.plan.stages[-1]), self._place.replicated)
             self._evaluate = step
         return lambda batch, key: self._evaluate(self.target.model, self.state.params, batch, key)  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Batches: what they hold, their order, resuming, processes, splits and filters."""
+"""Batches: what they hold, their order, resuming, splits and filters."""
 
 from __future__ import annotations
 
@@ -130,15 +130,6 @@ def test_a_state_of_other_data_is_refused(store):
             iter(make(store[0], **options)).set_state(state)
 
 
-def test_processes_share_each_batch(store):
-    whole = take(iter(make(store[0], batch=4)), 8)
-    parts = [take(iter(make(store[0], batch=4, process_index=p, process_count=2)), 8) for p in range(2)]
-    for step, batch in enumerate(whole):
-        assert all(part[step]["tokens"].shape == (2, LENGTH) for part in parts)
-        rows = [row.tolist() for part in parts for row in part[step]["tokens"]]
-        assert sorted(rows) == sorted(row.tolist() for row in batch["tokens"])
-
-
 def test_splits_are_disjoint_and_complete(store):
     folder, examples = store
     config = DataConfig(held_out_fraction=0.3, min_supervised=1)
@@ -221,6 +212,10 @@ def test_wrong_numbers_are_refused(store, tmp_path):
         make(tmp_path)
     with pytest.raises(ConfigError, match=r"each of 2 processes must get .* rows: got a batch of 3"):
         make(store[0], batch=3, process_count=2)
+    with pytest.raises(ConfigError, match=r"got a batch of 4 in parts of 3"):
+        make(store[0], batch=4, micro_rows=3)
+    with pytest.raises(ConfigError, match=r"numbered 0 to 1: got 2"):
+        make(store[0], process_index=2, process_count=2)
     with pytest.raises(ConfigError, match="rows must have at least 2 tokens: got 1"):
         make(store[0], length=1)
     for options in ({"held_out_fraction": 1.0}, {"min_supervised": 0}, {"prefetch": -1}):

@@ -2,6 +2,11 @@
 
 import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +97,46 @@ def test_stopped_before_the_first_line_of_metrics(run, capsys, monkeypatch):
     monkeypatch.undo()
     assert call(run, *quiet) == 0
     assert "2/2 single-stage: loss" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes(run):
+    """Answers are made by one process; training is joined by both, and SIGTERM to one of them stops both."""
+
+    def start(*arguments):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            where = f"localhost:{free.getsockname()[1]}"
+        command = [sys.executable, "-m", "jdlite.train", "--config", run / "run.yaml", "--cache-dir", run / "cache"]
+        command += [*arguments, "batch.rows=2", "mesh.data=2", "--coordinator", where, "--processes", "2", "--process"]
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        return [
+            subprocess.Popen([*map(str, command), str(i)], env=env, stderr=subprocess.PIPE, text=True) for i in range(2)
+        ]
+
+    def finish(running):
+        said = [process.communicate(timeout=300)[1] for process in running]
+        return [process.returncode for process in running], said
+
+    codes, said = finish(start("--stage", "regenerate"))
+    assert codes == [2, 2]
+    assert all("answers are still to be made" in text and "Traceback" not in text for text in said)
+    assert call(run, "--stage", "regenerate") == 0
+
+    running = start("--stage", "all", "student.warmup_epochs=0", "student.steps=2000")
+    first = running[0].stderr
+    while "/2000 " not in (line := first.readline()):
+        assert line
+    running[1].send_signal(signal.SIGTERM)
+    codes, said = finish(running)
+    assert codes == [train.STOPPED] * 2
+    assert "of 2000 of the student, which is saved; run the same command" in said[0]
+    assert "student" not in said[1]
+
+    codes, said = finish(start("--stage", "single-stage"))
+    assert codes == [0, 0], said
+    assert "2/2 single-stage: loss" in said[0]
+    assert "report: " in said[0]
 
 
 @pytest.mark.parametrize(
