@@ -177,6 +177,7 @@ class DLite(nnx.Module):
         history: Float[Array, "B past D"] | None = None,
         history_valid: Bool[Array, "B past"] | None = None,
         shift: Int[Array, " B"] | None = None,
+        recompute: bool = False,
     ) -> Float[Array, "B K D"]:
         """Final-normed states of the K tokens to be drafted, in one parallel pass.
 
@@ -189,6 +190,8 @@ class DLite(nnx.Module):
             history: fused states of positions a-W .. a-2 (`past` = W - 1), for a config with `draft_history`.
             history_valid: those of them that exist.
             shift: added to all positions of a row. It changes nothing but rounding.
+            recompute: for gradients: keep only what goes from layer to layer, and make the rest of a layer again when
+                its gradient is taken.
 
         Raises:
             ConfigError: the history is missing or not wanted, or an axis does not fit the config.
@@ -206,10 +209,11 @@ class DLite(nnx.Module):
         visible = self._visible(x.shape[0], token_valid, history_valid)
         if c.context_mode == "stream":
             x, slots = jnp.concatenate([slots, x], axis=1), slots[:, :0]
+        block = jax.checkpoint(DraftBlock.__call__, static_argnums=5) if recompute else DraftBlock.__call__
         for i, layer in enumerate(self.layers):
             # Nobody reads the other rows of the last layer.
             keep = c.num_drafts if i == c.num_layers - 1 else x.shape[1]
-            x = layer(x, slots, rope, visible, keep)
+            x = block(layer, x, slots, rope, visible, keep)
         return self.norm(x)
 
     def _check(self, tokens, features, embedding, history) -> None:

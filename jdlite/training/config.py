@@ -49,6 +49,8 @@ class BatchOptions:
             Divides `rows`; None takes all rows.
         anchors: anchors per row, drawn anew in every step.
         prompt_end: draw the last token before an answer as an anchor too, where decoding drafts first.
+        recompute: make the activations inside the drafter's layers again in the backward pass instead of keeping them:
+            less memory, about a third more work for the backbone. The result is the same but for rounding.
     """
 
     rows: int = 32
@@ -56,6 +58,7 @@ class BatchOptions:
     micro_rows: int | None = None
     anchors: int = 512
     prompt_end: bool = False
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         _at_least(self, {"rows": 1, "length": 4, "micro_rows": 1, "anchors": 1}, "batch")

@@ -78,6 +78,8 @@ def backbone_states(
     anchors: Anchors,
     segment_ids: Int[Array, "B T"],
     embedding: Float[Array, "V D"],
+    *,
+    recompute: bool = False,
 ) -> Float[Array, "N K D"]:
     """Backbone states of all drafts of all anchors, N = B P rows, each independent of the others.
 
@@ -87,6 +89,7 @@ def backbone_states(
         anchors: P of each row.
         segment_ids: a history ends where the anchor's document begins.
         embedding: the target's.
+        recompute: as in `DLite.backbone`.
     """
     c = model.config
     B, P = anchors.positions.shape
@@ -103,7 +106,7 @@ def backbone_states(
         extra["history"] = flat(past)
         extra["history_valid"] = flat(there & (documents == own[..., None]))
     features = flat(anchor_features(states, anchors, c.taps))
-    return model.backbone(flat(anchors.tokens), features, embedding, **extra)
+    return model.backbone(flat(anchors.tokens), features, embedding, recompute=recompute, **extra)
 
 
 def head_outputs(model: DLite, hidden: Float[Array, "N K D"], anchors: Anchors) -> Float[Array, "N K U"]:

@@ -9,7 +9,7 @@ from typing import Any
 from jdlite.training.config import FREE_GROUPS
 
 # Settings within compared groups that do not change what is trained.
-_FREE = ("target.path", "data.prefetch")
+_FREE = ("target.path", "data.prefetch", "batch.recompute")
 # Groups that decide what the records are; the fingerprint of the data stands for them. The drafter is compared with
 # the shapes of the arrays.
 _ELSEWHERE = ("prompts", "regenerate", "drafter")

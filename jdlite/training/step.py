@@ -175,7 +175,7 @@ class Step:
             states = target_states(target, batch, tuple(sorted(layers)))
         embedding = target.embed.weight[...]
         segments = batch["segment_ids"]
-        hidden = backbone_states(model, states, anchors, segments, embedding)
+        hidden = backbone_states(model, states, anchors, segments, embedding, recompute=c.batch.recompute)
         u = head_outputs(model, hidden, anchors)
 
         B, P = anchors.positions.shape

@@ -172,6 +172,19 @@ def test_embedding_gets_no_gradient():
     assert used.tolist() == [layer in config.taps for layer in range(config.num_target_layers)]
 
 
+@pytest.mark.parametrize("change", [{}, {"context_mode": "stream"}], ids=["kv", "stream"])
+def test_recomputing_changes_no_gradient(change):
+    model = random_model(small(num_layers=3, **change))
+    tokens, features, embedding = map(jnp.asarray, inputs(model.config, 4)[:3])
+
+    def gradient(recompute):
+        loss = lambda model: jnp.sum(model.backbone(tokens, features, embedding, recompute=recompute) ** 2)  # noqa: E731
+        return jax.tree.leaves(quick_jit(jax.grad(loss))(model))
+
+    for a, b in zip(gradient(False), gradient(True), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_bfloat16_stays_bfloat16():
     config = small(anchor_group_size=2, num_layers=1)
     args = inputs(config, 2)[:3]

@@ -16,6 +16,7 @@ INFO = {
         "teacher": {"window": 4},
         "checkpoint": {"every": 2},
         "data": {"prefetch": 2, "truncated": "drop"},
+        "batch": {"recompute": False},
         "drafter": {"rank": 4},
     },
 }
@@ -34,7 +35,15 @@ def changed(**values):
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"checkpoint__every": 9}, {"target__path": "there"}, {"data__prefetch": 0}, {"teacher__window": 5}]
+    "values",
+    [
+        {},
+        {"checkpoint__every": 9},
+        {"target__path": "there"},
+        {"data__prefetch": 0},
+        {"batch__recompute": True},
+        {"teacher__window": 5},
+    ],
 )
 def test_harmless(values):
     assert differences(INFO, changed(**values), "student") == []

@@ -224,7 +224,8 @@ def test_interrupted_processes_go_on_to_the_same_end(one, tmp_path):
     store(tmp_path)
     cache, folder = one[0], tmp_path / "single" / "checkpoints"
     running = start(tmp_path, cache, 2, *DECODE)
-    wait_for("step 3", running[0])
+    # By now the checkpoint of step 2 is whole: the next one waits for it.
+    wait_for("step 5", running[0])
     for process in running:
         process.kill()
     for process in running:

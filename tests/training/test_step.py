@@ -68,6 +68,16 @@ def test_micro_batches_add_up_to_one_batch(tmp_path):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.parametrize(("recompute", "layers"), [("false", 0), ("true", 3)])
+def test_layers_are_computed_again_where_it_is_asked_for(tmp_path, recompute, layers):
+    given = ("drafter.num_layers=3", f"batch.recompute={recompute}")
+    _, params, opt_state, step = setup(tmp_path, "single", 0, *given)
+    scalars = Scalars(*(jnp.float32(v) for v in dataclasses.astuple(step.stage.blend(step.stage.begin))))
+    args = (target().model, None, params, opt_state, micro(batch(2), 2), jax.random.key(1), scalars)
+    # Of the backward pass: those of the forward pass are inlined.
+    assert str(jax.make_jaxpr(step.train)(*args)).count("prevent_cse=True") == layers
+
+
 def test_the_head_is_frozen_in_the_warm_up(tmp_path):
     run, params, opt_state, _ = setup(tmp_path, "student", 0, "optimizer.weight_decay=0.1")
     before = copy(params)
