@@ -146,7 +146,7 @@ def _sweep(u, output, scale, words, heat, *, sampled: bool, blocks: int, plain: 
 
                 down = pl.ds((begin + step) * TILE, TILE)
                 plgpu.copy_gmem_to_smem(output.at[down], tile.at[slot], arrived.at[slot])
-                if scale is not None:
+                if scale is not None and scale_tile is not None:
                     plgpu.copy_gmem_to_smem(scale.at[down], scale_tile.at[slot], arrived.at[slot])
 
     of = jax.ShapeDtypeStruct
