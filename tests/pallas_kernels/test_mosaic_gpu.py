@@ -218,6 +218,9 @@ class TestLowRankHead:
                 low_rank_head(weights, *rest, backend="mosaic_gpu")
         weights, *rest = head.make(R=64, dtype=jnp.bfloat16)
         assert prepare(weights, "mosaic_gpu") is weights
+        odd = dataclasses.replace(weights, output=weights.output.astype(jnp.float16))
+        with pytest.raises(NotImplementedError, match="W_o may be bfloat16, int8 or float8_e4m3fn: got float16"):
+            low_rank_head(odd, *rest, backend="mosaic_gpu")
         with pytest.raises(NotImplementedError, match="packed for a TPU"):
             low_rank_head(prepare(weights, "mosaic_tpu"), *rest, backend="mosaic_gpu")
 
