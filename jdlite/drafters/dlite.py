@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jdlite.decoding.sampling import DRAFT, gumbel, noise_key
+from jdlite.decoding.tree import order_by_gain
 from jdlite.drafters.base import MODEL, Context, Drafter, Needs, Observation, Proposal
+from jdlite.drafters.retrieval import require_positive
 from jdlite.errors import ConfigError
 from jdlite.models.cache import write_rows
 from jdlite.models.config import DecoderConfig
@@ -50,7 +52,7 @@ _Unrolled = tuple[jax.Array, jax.Array, jax.Array | None]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DLiteDrafter(Drafter, static=False):
-    """A chain of K = block_size - 1 tokens drafted by a DLite network.
+    """A chain of K = block_size - 1 tokens drafted by a DLite network, or a tree of that depth.
 
     Unlike drafters that hold options only, this one carries parameters: the network's arrays are leaves of the pytree,
     the options are static.
@@ -67,6 +69,10 @@ class DLiteDrafter(Drafter, static=False):
             latter: whether a draft is verified must not depend on which token was drawn, or the output would be biased
             (a token that is dropped for being unlikely escapes its rejection).
         prior: acceptance probability of one draft, where it is assumed.
+        beam: W, paths of each length 1..K that are offered. 1 is the chain of the paper. More give a tree of 1 + K W
+            nodes from the same backbone pass (`SequentialHead.beam`), which is accepted further; they need match mode
+            and the gain by probability, since the network's probabilities are what a path is chosen by.
+        num_nodes: most nodes of that tree, anchor included; the least probable are left out. None offers all.
         packed: the head's weights in the layout of the kernel that is to run, from `fit`; None where none needs another
             than the network's. A second copy of the head: at Qwen3-4B 0.2 GB.
     """
@@ -77,6 +83,8 @@ class DLiteDrafter(Drafter, static=False):
     mode: Literal["match", "rejection"] = dataclasses.field(default="match", metadata={"static": True})
     gain: Literal["probability", "constant"] = dataclasses.field(default="probability", metadata={"static": True})
     prior: float = dataclasses.field(default=0.8, metadata={"static": True})
+    beam: int = dataclasses.field(default=1, metadata={"static": True})
+    num_nodes: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     name = "dlite"
 
@@ -87,6 +95,17 @@ class DLiteDrafter(Drafter, static=False):
             raise ConfigError(f"gain must be probability or constant: got {self.gain!r}.")
         if not 0 < self.prior <= 1:
             raise ConfigError(f"prior must be a probability above 0: got {self.prior}; 0.8 is a fair guess.")
+        require_positive("DLite", beam=self.beam)
+        if self.beam > 1 and not self._softmax_for_gain:
+            raise ConfigError(
+                f"a beam of {self.beam} needs mode=match and gain=probability: got {self.mode} and {self.gain}; leave "
+                "out beam for a chain."
+            )
+        if self.num_nodes is not None and (self.beam == 1 or self.num_nodes < 2):
+            raise ConfigError(
+                f"num_nodes is the size of a tree, at least 2: got {self.num_nodes} with a beam of {self.beam}; leave "
+                "it out or give a beam, for example beam=8,num_nodes=40."
+            )
 
     @classmethod
     def create(
@@ -98,7 +117,7 @@ class DLiteDrafter(Drafter, static=False):
             model: the network.
             target: the target's config.
             lm_head: the target's LM head (its embedding table when tied); kept only if the network needs it.
-            options: `mode`, `gain`, `prior`.
+            options: `mode`, `gain`, `prior`, `beam`, `num_nodes`.
 
         Raises:
             ConfigError: the network was made for another target, or needs an LM head that is not given.
@@ -114,7 +133,12 @@ class DLiteDrafter(Drafter, static=False):
 
     @property
     def max_nodes(self) -> int:
-        return self.model.config.block_size
+        nodes = 1 + self.model.config.num_drafts * self.beam
+        return nodes if self.num_nodes is None else min(nodes, self.num_nodes)
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.model.config.num_drafts, self.max_nodes - 1)
 
     @property
     def samples(self) -> bool:
@@ -130,7 +154,9 @@ class DLiteDrafter(Drafter, static=False):
         self.model.config.check_target(model.config)
         if not self._low_rank:
             return self if self.lm_head is not None else dataclasses.replace(self, lm_head=model.head_weight)
-        return self if self.packed is not None else dataclasses.replace(self, packed=self._packed())
+        if self.beam > 1 or self.packed is not None:  # the kernel makes chains only
+            return self
+        return dataclasses.replace(self, packed=self._packed())
 
     def _packed(self) -> PackedHead | None:
         names = kernels_to_run()
@@ -160,6 +186,8 @@ class DLiteDrafter(Drafter, static=False):
                 f"This DLite drafter was made for a target of width {config.hidden_size} and {config.vocab_size} "
                 f"tokens: got {hidden_size} and {vocab_size}; use the drafter of this target."
             )
+        if self.beam > vocab_size:
+            raise ConfigError(f"DLite needs a beam of at most the vocabulary of {vocab_size}, got {self.beam}.")
         kept = capacity if config.draft_history else 0
         return DLiteMemory(
             features=jnp.zeros((batch, config.num_taps, hidden_size), dtype),
@@ -203,6 +231,10 @@ class DLiteDrafter(Drafter, static=False):
     def _draft(self, memory: DLiteMemory, context: Context) -> Proposal:
         hidden, tokens = self._backbone(memory, context)
         start = self.model.head.start(tokens)
+        if self.beam > 1:
+            return self._tree(
+                memory, context, *self.model.head.beam(hidden, tokens[:, -1], start, self.beam, self.lm_head)
+            )
         run = partial(with_kernel, self._steps, self._fused) if self._low_rank else self._steps
         drafts, log_prob, log_q = run(hidden, tokens[:, -1], start, context)
         # A network that has gone wrong (NaN) drafts nothing, rather than rubbish.
@@ -217,6 +249,28 @@ class DLiteDrafter(Drafter, static=False):
         # Node i was drawn from log_q[:, i]; the anchor was not drawn, and nodes that are not valid are never looked at.
         log_q = jnp.pad(jnp.where(valid[..., None], log_q, 0.0), ((0, 0), (1, 0), (0, 0)))
         return dataclasses.replace(proposal, log_q=log_q)
+
+    def _tree(self, memory: DLiteMemory, context: Context, tokens, parents, log_path) -> Proposal:
+        """The paths of `SequentialHead.beam` as one tree: the W nodes of depth 1, then those of depth 2, and so on."""
+        B, K, W = tokens.shape
+        # As in the chain, a network that has gone wrong drafts nothing.
+        valid = jnp.isfinite(log_path) & self._fresh(memory, context)[:, None, None]
+        gain = jnp.where(valid, jnp.exp(log_path), 0.0)
+        first = 1 + W * (jnp.arange(K) - 1)[:, None]
+        parents = jnp.where(jnp.arange(K)[:, None] == 0, 0, first + parents)
+        join = lambda anchor, x: jnp.concatenate([anchor, x.reshape(B, K * W)], axis=1)  # noqa: E731
+        one = jnp.ones((B, 1))
+        proposal = Proposal(
+            tokens=join(context.anchor[:, None], tokens).astype(jnp.int32),
+            parents=join(jnp.zeros((B, 1), jnp.int32), parents).astype(jnp.int32),
+            valid=join(one.astype(bool), valid),
+            gain=join(one, gain).astype(jnp.float32),
+            source=jnp.full((B, 1 + K * W), MODEL, jnp.int32),
+        )
+        if self.num_nodes is None:
+            return proposal
+        ordered, _ = order_by_gain(proposal, proposal.source)
+        return jax.tree.map(lambda x: x[:, : self.max_nodes], ordered)
 
     @property
     def _low_rank(self) -> bool:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 DRAFTERS: dict[str, type[Drafter]] = {
     drafter.name: drafter for drafter in (Plain, PromptLookup, PLDPlus, AdaPLD, TokenRecycling, Suffix, LogitSpec)
 }
-_DLITE_OPTIONS = ("mode", "gain", "prior")
+_DLITE_OPTIONS = ("mode", "gain", "prior", "beam")
 _ADAPLD_OPTIONS = tuple(field.name for field in dataclasses.fields(AdaPLD))
 # Drafters with a trained network, read from a folder, and their options.
 TRAINED: dict[str, tuple[str, ...]] = {
-    "dlite": _DLITE_OPTIONS,
+    "dlite": ("num_nodes", *_DLITE_OPTIONS),
     "hybrid": ("num_nodes", *_DLITE_OPTIONS, *_ADAPLD_OPTIONS),
 }
 NAMES = (*DRAFTERS, *TRAINED)
@@ -61,7 +61,9 @@ def make_drafter(name: str, dtype: str | None = None, target: Target | None = No
     from jdlite.drafters.hybrid import Hybrid
 
     network = load_drafter(folder, dtype, target)
-    drafter = _build(DLiteDrafter, name, {"model": network, **_only(values, _DLITE_OPTIONS)})
+    # The nodes of a hybrid are counted once, in the tree of both.
+    own = _only(values, TRAINED["dlite"] if retrieval is None else _DLITE_OPTIONS)
+    drafter = _build(DLiteDrafter, name, {"model": network, **own})
     if retrieval is None:
         return drafter
     return _build(Hybrid, name, {"first": retrieval, "second": drafter, **_only(values, ("num_nodes",))})

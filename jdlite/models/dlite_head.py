@@ -71,7 +71,7 @@ class SequentialHead(nnx.Module):
         state = jnp.zeros((tokens.shape[0], self.rank), jnp.float32)
         return state if tokens.shape[1] == 1 else self.step(state, tokens[:, -2])
 
-    def step(self, state: Float[Array, "B R"], previous: Int[Array, " B"]) -> Float[Array, "B R"]:
+    def step(self, state: Float[Array, "*B R"], previous: Int[Array, "*B"]) -> Float[Array, "*B R"]:
         """One step of the recurrence on the token chosen before."""
         weight, bias = self.state_proj.weight[...], self._bias(self.state_proj)
         both = jnp.concatenate([state.astype(weight.dtype), self._embed(previous)], axis=-1)
@@ -139,6 +139,56 @@ class SequentialHead(nnx.Module):
         steps = jnp.arange(hidden.shape[1])
         carry = (state, anchor.astype(jnp.int32))
         _, out = jax.lax.scan(body, carry, (hidden_parts.swapaxes(0, 1), steps))
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), out)
+
+    def beam(
+        self,
+        hidden: Float[Array, "B K D"],
+        anchor: Int[Array, " B"],
+        state: Float[Array, "B R"],
+        width: int,
+        lm_head: Float[Array, "V D"] | None = None,
+    ) -> tuple[Int[Array, "B K W"], Int[Array, "B K W"], Float[Array, "B K W"]]:
+        """The likeliest W continuations of each length 1..K, by beam search: the backbone's states serve all of them.
+
+        Of the W best tokens after each of the W paths of one length, the W likeliest paths of the next length go on, as
+        EAGLE-2 (arXiv 2406.16858, section 4.1) grows its tree. A width of 1 gives the greedy chain.
+
+        Args:
+            hidden: backbone states of the drafted positions.
+            anchor: newest known token of each row.
+            state: from `start`.
+            width: W, at most the vocabulary.
+            lm_head: the target's LM head, for `head_output="lm_head"`.
+
+        Returns:
+            By length, the likeliest path first: the last token of each path, which path of the length before it
+            continues (0 for the first token), and its log-probability as a whole, float32.
+        """
+        B, W = anchor.shape[0], width
+        mix_state, hidden_parts = self._mix_parts(hidden)
+        take = lambda x, index: jnp.take_along_axis(x, index, axis=1)  # noqa: E731
+
+        def body(carry, hidden_part):
+            states, previous, log_path = carry
+            states = self.step(states, previous)
+            u = project(states.astype(mix_state.dtype), mix_state) + hidden_part[:, None]
+            logits = self.logits(u.reshape(B * W, -1), lm_head)
+            best, tokens = jax.lax.top_k(logits, W)
+            # Rounding must not make a path likelier than its beginning.
+            log_q = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
+            joint = (log_path[:, :, None] + log_q.reshape(B, W, W)).reshape(B, W * W)
+            log_path, place = jax.lax.top_k(joint, W)
+            parents, tokens = place // W, take(tokens.reshape(B, W * W), place)
+            return (take(states, parents[..., None]), tokens, log_path), (tokens, parents, log_path)
+
+        # All paths begin as one.
+        carry = (
+            jnp.broadcast_to(state[:, None], (B, W, self.rank)),
+            jnp.broadcast_to(anchor.astype(jnp.int32)[:, None], (B, W)),
+            jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, -jnp.inf), (B, W)),
+        )
+        _, out = jax.lax.scan(body, carry, hidden_parts.swapaxes(0, 1))
         return jax.tree.map(lambda x: x.swapaxes(0, 1), out)
 
     def logits(self, u: Float[Array, "*B U"], lm_head: Float[Array, "V D"] | None = None) -> Float[Array, "*B V"]:

@@ -36,11 +36,14 @@ DRAFTERS = {
     "constant gain": lambda: dataclasses.replace(dlite(), gain="constant"),
     "lm head, stream": lambda: dlite(head_output="lm_head", context_mode="stream"),
     "feature axis": lambda: dlite(feature_concat="feature", num_layers=2),
+    "beam": lambda: dataclasses.replace(dlite(), beam=3, num_nodes=16),
+    "group 2, history, beam": lambda: dataclasses.replace(dlite(anchor_group_size=2, draft_history=5), beam=2),
     "hybrid": lambda: Hybrid(COPIES, dlite()),
+    "hybrid, beam": lambda: Hybrid(COPIES, dataclasses.replace(dlite(), beam=3), num_nodes=20),
     "hybrid, few nodes": lambda: Hybrid(dlite(anchor_group_size=2), COPIES, num_nodes=5),
     "hybrid with pld": lambda: Hybrid(PromptLookup(num_drafts=6), dlite(draft_history=5)),
 }
-FAST = ("paper", "group 2, history", "hybrid")
+FAST = ("paper", "group 2, history", "beam", "hybrid")
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
 
 

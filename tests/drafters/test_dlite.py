@@ -161,6 +161,79 @@ def test_greedy_chain_equals_oracle_through_prefill_and_rounds(name):
             np.testing.assert_allclose(proposal.gain[b, 1:], gain, rtol=1e-4)
 
 
+def beam_of(rows: Rows, b: int, width: int):
+    """The likeliest paths of each length of row b, by the oracle: every step scores whole paths from the anchor on."""
+    kept, found = [((), 0.0)], []
+    for i in range(rows.config.num_drafts):
+        longer = []
+        for path, total in kept:
+            given = iter((*path, *[0] * rows.config.num_drafts))
+            _, logits = rows.expected(b, lambda logits, step, given=given: next(given))
+            longer += [((*path, token), total + log_q) for token, log_q in enumerate(log_softmax(logits[i]))]
+        kept = sorted(longer, key=lambda one: -one[1])[:width]
+        found.append(dict(kept))
+    return found
+
+
+def walk(proposal, b: int) -> dict[int, tuple[int, ...]]:
+    """Tokens on the way from the anchor to each node."""
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, proposal.tokens.shape[1]):
+        paths[node] = (*paths[proposal.parents[b, node]], int(proposal.tokens[b, node]))
+    return paths
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_beam_equals_oracle_through_rounds(name):
+    width = 3
+    rows = Rows(make(name, beam=width), [2, 9, 16])
+    rows.round([1, 4, 2])
+    proposal = rows.propose()
+    K = rows.config.num_drafts
+    assert rows.drafter.max_nodes == proposal.tokens.shape[1] == 1 + K * width
+    assert rows.drafter.max_depth == K
+    assert proposal.valid.all()
+    assert (proposal.source == MODEL).all()
+    for b in range(3):
+        paths = walk(proposal, b)
+        for depth, want in enumerate(beam_of(rows, b, width), start=1):
+            nodes = range(1 + (depth - 1) * width, 1 + depth * width)
+            gains = {paths[node]: proposal.gain[b, node] for node in nodes}
+            assert gains == pytest.approx({path: np.exp(total) for path, total in want.items()}, rel=1e-4)
+            assert [paths[node] for node in nodes] == list(want), "the likeliest first"
+
+
+def test_tree_of_few_nodes_has_the_likeliest():
+    rows = Rows(make(beam=4), [4, 9, 16])
+    whole = rows.propose()
+    for nodes in (2, 9, 20, 29, 50):
+        rows.drafter = make(beam=4, num_nodes=nodes)
+        few = rows.propose()
+        assert rows.drafter.max_nodes == few.tokens.shape[1] == min(nodes, 29)
+        for b in range(3):
+            want = np.sort(whole.gain[b])[::-1][: few.gain.shape[1]]
+            np.testing.assert_allclose(few.gain[b], want, rtol=1e-6)
+            assert set(walk(few, b).values()) <= set(walk(whole, b).values())
+
+
+def test_beam_of_one_is_the_chain():
+    rows = Rows(make(), [5, 8, 13])
+    one = rows.propose()
+    model, tokens = rows.drafter.model, jnp.asarray(one.tokens[:, :1])
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(3, rows.config.num_drafts, rows.config.hidden_size)), jnp.float32)
+
+    def both(head, hidden, tokens):
+        start = head.start(tokens)
+        chain, _ = head.unroll(hidden, tokens[:, -1], start, lambda logits, _: (jnp.argmax(logits, axis=-1),) * 2)
+        return chain, head.beam(hidden, tokens[:, -1], start, 1)
+
+    chain, (drafts, parents, log_path) = quick_jit(both)(model.head, hidden, tokens)
+    np.testing.assert_array_equal(drafts[..., 0], chain)
+    assert not np.asarray(parents).any()
+    assert (np.diff(log_path[..., 0], axis=1) <= 0).all()
+
+
 def test_memory_is_features_and_nothing_else():
     drafter = make()
     memory = drafter.init(2, 1000, hidden_size=12, vocab_size=23, dtype=jnp.bfloat16)
@@ -189,14 +262,15 @@ def test_forks_and_rollbacks():
     np.testing.assert_array_equal(rows.propose().tokens, before.tokens)
 
 
-def test_row_without_any_forward_drafts_nothing():
-    rows = Rows(make("group-3"), [1, 2])
-    assert rows.propose().valid.tolist() == [[True, False, False, False], [True] * 4]
+@pytest.mark.parametrize("beam", [1, 2])
+def test_row_without_any_forward_drafts_nothing(beam):
+    rows = Rows(make("group-3", beam=beam), [1, 2])
+    assert rows.propose().valid.tolist() == [[True] + [False] * 3 * beam, [True] * (1 + 3 * beam)]
 
 
-@pytest.mark.parametrize("mode", ["match", "rejection"])
-def test_network_of_nans_drafts_nothing(mode):
-    drafter = make(mode=mode)
+@pytest.mark.parametrize("options", [{}, {"mode": "rejection"}, {"beam": 3}], ids=str)
+def test_network_of_nans_drafts_nothing(options):
+    drafter = make(**options)
     broken = dataclasses.replace(drafter, model=jax.tree.map(lambda x: x * jnp.nan, drafter.model))
     proposal = Rows(broken, [5, 6], temperature=1.0).propose()
     assert not proposal.valid[:, 1:].any()
@@ -316,11 +390,18 @@ def test_refusals():
     target = DecoderConfig.tiny(vocab_size=23, hidden_size=12, num_layers=5)
     with pytest.raises(ConfigError, match="was given none; pass lm_head"):
         DLiteDrafter.create(random_model(small(head_output="lm_head")), target)
+    with pytest.raises(ConfigError, match="beam of at most the vocabulary of 23, got 24"):
+        make(beam=24).init(1, 8, hidden_size=12, vocab_size=23, dtype=jnp.float32)
     build = functools.partial(DLiteDrafter, model=drafter.model)
     for options, sentence in (
         ({"mode": "tree"}, "mode must be match or rejection: got 'tree'"),
         ({"gain": "none"}, "gain must be probability or constant: got 'none'"),
         ({"prior": 0.0}, "prior must be a probability above 0: got 0.0"),
+        ({"beam": 0}, "DLite needs beam of at least 1, got 0"),
+        ({"beam": 2, "mode": "rejection"}, "needs mode=match and gain=probability: got rejection and probability"),
+        ({"num_nodes": 9}, "got 9 with a beam of 1; leave it out or give a beam"),
+        ({"num_nodes": 1, "beam": 2}, "at least 2: got 1 with a beam of 2"),
+        ({"beam": 2, "gain": "constant"}, "needs mode=match and gain=probability: got match and constant"),
     ):
         # Where jaxtyping's import hook is on, it refuses ill-typed values first.
         with pytest.raises((ConfigError, TypeCheckError)) as caught:

@@ -65,15 +65,18 @@ def test_dlite_from_a_folder(home, layout):
     assert isinstance(half, DLiteDrafter)
     assert half.mode == "rejection"
     assert half.model.dtype.name == "bfloat16"
+    tree = make_drafter(f"dlite:{home / layout},beam=3,num_nodes=12")
+    assert isinstance(tree, DLiteDrafter)
+    assert (tree.beam, tree.num_nodes, tree.max_nodes) == (3, 12, 12)
 
 
 def test_hybrid_from_a_folder(home):
     """Options go to whom they belong."""
-    drafter = make_drafter(f"hybrid:{home / 'official'},num_nodes=16,copy_length=7,successors=never,prior=0.6")
+    drafter = make_drafter(f"hybrid:{home / 'official'},num_nodes=16,copy_length=7,successors=never,prior=0.6,beam=3")
     assert isinstance(drafter, Hybrid)
     assert drafter.first == AdaPLD(copy_length=7, successors="never")
     assert isinstance(drafter.second, DLiteDrafter)
-    assert drafter.second.prior == 0.6
+    assert (drafter.second.prior, drafter.second.beam, drafter.second.num_nodes) == (0.6, 3, None)
     assert drafter.max_nodes == 16
     assert make_drafter(f"hybrid:{home / 'official'}").max_nodes == 40
 
@@ -101,11 +104,12 @@ BAD = {
     "options only": ("hybrid:num_nodes=3", ConfigError, "write hybrid:FOLDER, options after it"),
     "absent": ("dlite:{}/nowhere", CheckpointError, "there is no drafter folder .*nowhere"),
     "empty": ("hybrid:{}/empty", CheckpointError, "empty holds no DLite drafter: neither config.json"),
-    "unknown option": ("dlite:{}/official,num_nodes=3", ConfigError, "does not understand 'num_nodes=3'; its options"),
+    "unknown option": ("dlite:{}/official,nodes=3", ConfigError, "does not understand 'nodes=3'; its options"),
     "misspelt": ("dlight:{}/official", ConfigError, "there is no drafter 'dlight'; did you mean 'dlite'"),
 }
 LATE = {
     "a target": ("dlite:{}/target", ConfigError, "config.json of a DLite drafter lacks block_size"),
+    "tree of a chain": ("dlite:{}/official,num_nodes=3", ConfigError, "got 3 with a beam of 1; leave it out or give a"),
     "bad value": ("dlite:{}/official,prior=2", ConfigError, "prior must be a probability"),
     "rejection": ("hybrid:{}/official,mode=rejection", ConfigError, "exact for deterministic drafts only"),
     "adapld's value": ("hybrid:{}/empty/../official,copy_length=0", ConfigError, "copy_length of at least 1"),
