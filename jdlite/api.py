@@ -76,6 +76,15 @@ def encode_stops(target: Target, stop: Sequence[str | int | Sequence[int]]) -> t
     return ids, sequences
 
 
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the stop text begins that is whole first, or None; of several that end together, the longest.
+
+    Text that arrives in pieces is thus cut at the same place as all of it at once.
+    """
+    found = [(at + len(stop), at) for stop in stops if stop and (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
 def bucket(length: int, limit: int) -> int:
     """Capacity for a length: powers of two and the halves between them (256, 384, 512, 768, ...), so that few distinct
     capacities are compiled; never above `limit`."""

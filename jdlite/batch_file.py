@@ -241,8 +241,10 @@ def _done(out: Path | None, marks: Mapping[str | int, str]) -> dict[str | int, d
 
 def _cut(text: str, stops: Sequence[str], reason: str) -> tuple[str, str]:
     """The text up to the first stop text."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return (text[: min(found)], "stop_sequence") if found else (text, reason)
+    from jdlite.api import first_stop
+
+    end = first_stop(text, stops)
+    return (text, reason) if end is None else (text[:end], "stop_sequence")
 
 
 def _write(out: Path | None, results: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jdlite.api import encode_stops
+from jdlite.api import encode_stops, first_stop
 from jdlite.checkpoints.target import Target
 from jdlite.decoding.session import Result, Session
 from jdlite.errors import PromptError
@@ -53,12 +53,11 @@ class TextStream:
         if last or not now.endswith(_UNFINISHED):
             self._held += now[len(before) :]
             self._context, self._read = self._read, len(self._ids)
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            end = min(found)
-        else:
+        end = first_stop(self._held, self._stops)
+        if end is None:
             end = len(self._held) - (0 if last else self._may_become_a_stop())
+        else:
+            self.stopped = True
         out, self._held = self._held[:end], self._held[end:]
         self.text += out
         return out

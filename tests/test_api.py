@@ -65,6 +65,21 @@ def right(prompt, new=NEW, **kwargs):
     return oracle.decode(tiny_model(), prompt, new, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("text", "stops", "end"),
+    [
+        ("abcab", [], None),
+        ("abcab", ["x", ""], None),
+        ("abcab", ["ca", "b"], 1),
+        ("abcab", ["abca", "bc"], 1),  # the inner one is whole first
+        ("abcab", ["bc", "abc"], 0),  # both are whole at once
+        ("abcab", ["ab"], 0),
+    ],
+)
+def test_first_stop(text, stops, end):
+    assert api.first_stop(text, stops) == end
+
+
 def test_every_kind_of_prompt(target):
     """A text, a chat, ids as list, tuple or array, alone or as a batch."""
     ids = [12, 0, 1, 2]

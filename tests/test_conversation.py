@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jdlite.checkpoints.target import load_target
@@ -18,16 +18,20 @@ TEXTS = st.text(st.sampled_from("abc\né€😀"), max_size=30)
 
 
 @settings(max_examples=200)
+@example(text="a😀a", stops=["😀", "a😀a"], cuts=[5])
+@example(text="a😀a", stops=["😀", "a😀a"], cuts=[])
+@example(text="cab", stops=["b", "ab"], cuts=[1, 1])
 @given(TEXTS, st.lists(TEXTS.filter(bool).map(lambda s: s[:3]), max_size=3), st.lists(st.integers(0, 5), max_size=200))
 def test_pieces_join_to_the_text_before_the_first_stop(text, stops, cuts):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+    # Of stop texts that overlap, the one that is whole first.
+    ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     stream, out = TextStream(TOKENIZER, stops), []
     for size in [*cuts, len(ids)]:
         out.append(stream.push(ids[:size]))
         ids = ids[size:]
     out.append(stream.flush())
-    right = text[: min(ends)] if ends else text
+    right = text[: min(ends)[1]] if ends else text
     assert "".join(out) == stream.text == right
     assert "\N{REPLACEMENT CHARACTER}" not in stream.text
     assert stream.stopped == bool(ends)

@@ -65,9 +65,9 @@ def test_dlite_from_a_folder(home, layout):
     assert isinstance(half, DLiteDrafter)
     assert half.mode == "rejection"
     assert half.model.dtype.name == "bfloat16"
-    tree = make_drafter(f"dlite:{home / layout},beam=3,num_nodes=12")
+    tree = make_drafter(f"dlite:{home / layout},beam=3,num_nodes=8")
     assert isinstance(tree, DLiteDrafter)
-    assert (tree.beam, tree.num_nodes, tree.max_nodes) == (3, 12, 12)
+    assert (tree.beam, tree.num_nodes, tree.max_nodes) == (3, 8, 8)
 
 
 def test_hybrid_from_a_folder(home):
